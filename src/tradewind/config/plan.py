@@ -1,0 +1,85 @@
+"""What was decided: every choice with its reason, printed at start and stored with every benchmark.
+
+Knows: the fields. Refuses to know: how they were chosen (resolve) and who carries them out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tradewind.config.card import ModelCard
+from tradewind.config.hardware import Hardware
+from tradewind.contract.kv import KVFormat, KVGroup
+
+
+class Reason(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a choice was made and what was rejected."""
+
+    choice: str
+    value: str
+    why: str
+    rejected: str = ""
+    pinned: bool = False
+
+
+class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the memory ledger."""
+
+    name: str
+    bytes: int
+    how: str
+    """The arithmetic, readable."""
+
+
+class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Pages: their groups and how many each pool holds (page 0 of each pool is the null page, counted in)."""
+
+    groups: tuple[KVGroup, ...]
+    pages: tuple[int, ...]
+    page_tokens: int
+    prefix_cache: bool
+
+
+class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a step and the queue's order."""
+
+    max_running: int
+    """Slots: sequences that can be in the running state at once."""
+    max_tokens_per_step: int
+    """Token budget of a step, prefill chunks and decode rows together."""
+    max_context: int
+    policy: Literal["arrival", "priority"]
+    steps_in_flight: int
+    """1: decide after collect; 2: decide step N + 1 while step N runs."""
+    age_limit_s: float
+    """A waiting request older than this is no longer passed by smaller ones."""
+    max_preemptions: int
+    """A sequence evicted this often is never evicted again."""
+
+
+class NumericsPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Formats and backends."""
+
+    backend: Literal["cpu", "plain", "cuda"]
+    compute: Literal["f32", "bf16", "int8"]
+    quantization: Literal["none", "int8", "int4"]
+    kv_format: KVFormat
+    tape: bool
+    threads: int
+    deterministic: bool
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the assembler needs to build an engine."""
+
+    model: str
+    scenario: str
+    card: ModelCard
+    hardware: Hardware
+    cache: CachePlan
+    schedule: SchedulePlan
+    numerics: NumericsPlan
+    ledger: tuple[LedgerLine, ...]
+    reasons: tuple[Reason, ...]

@@ -1,0 +1,235 @@
+"""The ops of the device wing: one protocol, one table.
+
+Knows: the name, arguments, shapes and tolerance of every op. Refuses to know: models, pages' owners, schedules.
+An op set computes in its own memory: numpy arrays for the C++ library (`cpu`), torch tensors for `plain`; layers only pass handles on, so
+the same model code runs on both, and a tape or graph can record it.
+
+Shape letters: T tokens of the step (capacity of the buffer), L rows whose logits are wanted, R rows (sequences) of the step, H query heads,
+G kv heads, D head dim, E hidden, F intermediate, K/N in/out features, V vocabulary, P logical pages per row, B page_tokens.
+`count` is a one-element int32 numpy array: how many leading rows of the buffers are live. It is read when the op *runs*, so a recorded op
+follows the step's real size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Tensor = Any
+"""A numpy array or a torch tensor, as the op set has it."""
+Count = npt.NDArray[np.int32]
+
+Layout = Literal["f32", "bf16", "quant"]
+Activation = Literal["silu", "gelu_tanh"]
+Compute = Literal["f32", "bf16", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMatrix:
+    """A weight matrix [N, K] (out, in) as an op set wants it. Opaque outside kernels; made by `Ops.pack_*`.
+
+    `quant` holds unsigned quants of `bits` bits in groups of `group` along K with value = scale * q + minimum; `gated` means the rows are
+    gate and up interleaved for `gated_linear` (N counts both).
+    """
+
+    layout: Layout
+    n: int
+    k: int
+    bits: int
+    group: int
+    gated: bool
+    data: tuple[Tensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTable:
+    """A matrix [rows, cols] whose rows are gathered (embedding): bytes as in the file, `format` a GGUF/safetensors format name."""
+
+    format: str
+    rows: int
+    cols: int
+    data: Tensor
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayer:
+    """One layer's pages. Logical shape of k and v: [pages, B, G, D]; the physical layout belongs to the op set
+    (cpu: k is [pages, G, B/16, D, 16] so that 16 keys fill a vector, v is [pages, G, B, D])."""
+
+    k: Tensor
+    v: Tensor
+    pages: int
+    page_tokens: int
+    kv_heads: int
+    head_dim: int
+    format: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedRows:
+    """Where the rows of a step find their keys, for one KV group."""
+
+    query_start: Tensor
+    """int32 [R + 1]: tokens query_start[r] .. query_start[r + 1] belong to row r."""
+    lengths: Tensor
+    """int32 [R]: tokens of row r with KV after this step; token i of the row's n has position lengths[r] - n + i."""
+    page_table: Tensor
+    """int32 [R, P]: physical page of each logical page; 0 is the null page (dropped by a window, never read)."""
+    rows: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleColumns:
+    """Per-logits-row sampling values (L rows), arrays of the op set's host memory (numpy in every op set)."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    repetition: npt.NDArray[np.float32]
+    presence: npt.NDArray[np.float32]
+    frequency: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    position: npt.NDArray[np.int64]
+    """Position of the token that is drawn: with `seed` the only source of randomness."""
+    history: npt.NDArray[np.int64]
+    """Address of the row's int32 token table (the op set's host memory)."""
+    history_prompt: npt.NDArray[np.int32]
+    """Prompt tokens at the head of the history (repetition penalty only)."""
+    history_length: npt.NDArray[np.int32]
+    """All known tokens of the history (0: no penalties are asked, history is not read)."""
+    bias_start: npt.NDArray[np.int32]
+    """[L + 1]: entries bias_start[i] .. of bias_token / bias_value belong to row i (-inf bans a token)."""
+    bias_token: npt.NDArray[np.int32]
+    bias_value: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.uint32] | None
+    """Grammar bitmask [L, ceil(V / 32)], bit set = allowed, or None."""
+
+
+class Ops(Protocol):
+    """Everything a model may call. Ops write to `out` and return nothing; buffers never alias unless a docstring says so.
+
+    Float tensors are float32 with rows contiguous. Rows beyond `count` are left alone.
+    """
+
+    name: str
+
+    # memory and packing (never inside a recording)
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        """Fresh memory ("f32", "f16", "bf16", "i32", "i64", "u8"); not initialised except that it is safe to read as zeros."""
+
+    def constant(self, values: npt.NDArray[Any]) -> Tensor:
+        """The op set's copy of a host array."""
+
+    def host(self, values: Tensor) -> npt.NDArray[Any]:
+        """The values as numpy (a view where possible)."""
+
+    def pack_matrix(self, weights: npt.NDArray[np.float32], *, compute: Compute) -> PackedMatrix:
+        """Packs an unquantised [N, K] matrix. compute "int8" packs to 8-bit groups of 32."""
+
+    def pack_quant(
+        self, quants: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], minimum: npt.NDArray[np.float32], *, bits: int
+    ) -> PackedMatrix:
+        """Packs [N, K] unsigned quants with scale and minimum [N, K / group]: value = scale * q + minimum. bits is 4, 5, 6 or 8."""
+
+    def pack_blocks(self, raw: npt.NDArray[np.uint8], format: str, *, n: int, k: int) -> PackedMatrix:
+        """Packs GGUF blocks (bytes as in the file, rows contiguous) without passing through float."""
+
+    def pack_gated(self, gate: PackedMatrix, up: PackedMatrix) -> PackedMatrix:
+        """Interleaves two matrices of one layout for `gated_linear`."""
+
+    def pack_stacked(self, parts: tuple[PackedMatrix, ...]) -> PackedMatrix:
+        """Stacks matrices of one layout along N (qkv). N of every part but the last is a multiple of 16."""
+
+    def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable: ...
+
+    def kv_layer(self, *, pages: int, page_tokens: int, kv_heads: int, head_dim: int, format: str) -> KVLayer: ...
+
+    # compute
+    def embed(self, ids: Tensor, table: RowTable, *, scale: float, out: Tensor, count: Count) -> None:
+        """out[t] = scale * table[ids[t]]; ids int32 [T], out [T, E]."""
+
+    def add_rms_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, *, eps: float, out: Tensor, count: Count
+    ) -> None:
+        """x += delta (in place, when given); out = x / rms(x) * weight. All [T, E]; out may be delta."""
+
+    def linear(self, x: Tensor, weight: PackedMatrix, *, bias: Tensor | None, out: Tensor, count: Count) -> None:
+        """out[T, N] = x[T, K] @ weight.T + bias. With int8 compute x is quantised per 32 values (symmetric, absmax / 127)."""
+
+    def gated_linear(
+        self, x: Tensor, weight: PackedMatrix, *, activation: Activation, bias: Tensor | None, out: Tensor, count: Count
+    ) -> None:
+        """out[T, F] = activation(x @ gate.T) * (x @ up.T); weight from pack_gated; bias [2F] = gate then up."""
+
+    def rope_angles(self, positions: Tensor, inv_freq: Tensor, *, scale: float, out: Tensor, count: Count) -> None:
+        """out[t] = scale * (cos | sin) of float32 positions[t] * inv_freq; inv_freq [D/2], out [T, D] = cos half, then sin half."""
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        angles: Tensor,
+        write_slots: Tensor,
+        kv: KVLayer,
+        *,
+        heads: int,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        out: Tensor,
+        count: Count,
+    ) -> None:
+        """qkv [T, (H + 2G) * D] -> out q [T, H * D]: optional RMS norm per head, half-split rotation of q and k, k and v stored at
+        token slot write_slots[t] = page * B + offset. Rotates the first 2 * (angles width / 2) dims of a head, leaves the rest."""
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        rows: PagedRows,
+        *,
+        heads: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Causal paged attention. q, out [T, H * D]. With a window w position p sees p - w + 1 .. p. Softmax in float32; `sinks` [H] adds
+        exp(sink) to the denominator; softcap c: scores -> c tanh(scores / c)."""
+
+    def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:
+        """out[i] = x[index[i]]; index int32 [L]."""
+
+    def softcap(self, x: Tensor, *, cap: float, count: Count) -> None:
+        """x = cap * tanh(x / cap) in place."""
+
+    def sample(self, logits: Tensor, columns: SampleColumns, *, out: Tensor, count: Count) -> None:
+        """out[i] (int32) = the token drawn for logits row i [V]; -1 when the row has no finite logit or holds a NaN. Logits are destroyed."""
+
+    def logprobs(
+        self, logits: Tensor, tokens: Tensor, *, top: int, out_logprob: Tensor, out_rank: Tensor, out_ids: Tensor, out_top: Tensor, count: Count
+    ) -> None:
+        """Log-softmax of raw logits: of tokens[i] -> out_logprob[i], its rank (1 = best) -> out_rank[i], the `top` best sorted
+        descending (ties by lower id) -> out_ids / out_top [L, top]."""
+
+    def copy_pages(self, kv: KVLayer, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
+        """Copies whole pages within one layer; outside recordings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """A row of the op table: who implements the op and how close they must be to the reference."""
+
+    name: str
+    reference: Callable[..., Any]
+    cpu: str | None
+    """Name of the exported C++ op."""
+    tolerance: float
+    """Largest allowed relative error, ||a - b|| / ||b||, of float32 compute against the reference."""

@@ -1,0 +1,273 @@
+"""What one rank does with a step: Step in, StepResult out.
+
+Knows: the order of a step (slots, moves, forward, head, sample) and the tape. Refuses to know: why rows were chosen, and text.
+
+    step -> slots <- leave, enter, pages
+            arrays <- ids, positions, write slots, row tables       device/layout.py
+            page copies (copy-on-write)
+            tape.run()   or   model.forward(batch)                  the bulk
+            head over rows that want logits, in groups of `head_rows`
+            logprobs, sample, token -> slot                         -> result
+
+Which thread calls is the executor's business (runner/executor.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+
+from tradewind.contract.kv import KVGroup
+from tradewind.contract.step import Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants
+from tradewind.device.batch import ForwardBatch, Scratch
+from tradewind.device.layout import StepArrays, lay_out
+from tradewind.device.slots import Slots
+from tradewind.kernels.ops import Count, KVLayer, Ops, PagedRows, Tensor
+from tradewind.sampling.columns import SlotSampling
+from tradewind.sampling.logprobs import LogprobArrays
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+class Model(Protocol):
+    """What the runner needs of a model family."""
+
+    vocab_size: int
+    hidden: int
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states after the last norm, [T, E]."""
+
+    def logits(self, rows: Tensor, *, out: Tensor, count: Count, scratch: Scratch) -> None:
+        """Rows [L, E] of hidden states -> logits [L, V]."""
+
+
+class Recorder(Protocol):
+    """A recorded sequence of op calls."""
+
+    def run(self) -> None: ...
+
+
+class StepRunner:
+    """Executes steps one after another. Owner of slots, KV memory and scratch. Called by one thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        ops: Ops,
+        groups: tuple[KVGroup, ...],
+        kv: tuple[KVLayer, ...],
+        max_running: int,
+        max_tokens_per_step: int,
+        max_context: int,
+        tape: bool,
+        head_rows: int = 32,
+    ) -> None:
+        self._model, self._ops, self._kv, self._groups = model, ops, kv, groups
+        self._head_rows = head_rows
+        self._capacity = max_tokens_per_step
+        self._slots = Slots(slots=max_running, max_context=max_context, groups=groups)
+        self._sampling = SlotSampling(slots=self._slots, rows=head_rows)
+        self._arrays = StepArrays.allocate(capacity=max_tokens_per_step, rows=max_running, slots=self._slots)
+        self._batch = self._forward_batch()
+        self._want_tape = tape
+        self._body: Recorder | None = None
+        self._head: Recorder | None = None
+        self._hidden: Tensor = None
+        # The head's own arrays: which hidden rows, how many, and what comes out.
+        self._head_count = np.zeros(1, np.int32)
+        self._head_index = ops.constant(np.zeros(head_rows, np.int32))
+        self._head_index_host = ops.host(self._head_index)
+        self._head_hidden = ops.empty((head_rows, model.hidden), "f32")
+        self._logits = ops.empty((head_rows, model.vocab_size), "f32")
+        self._sampled = ops.constant(np.zeros(head_rows, np.int32))
+
+    def _forward_batch(self) -> ForwardBatch:
+        """The batch over arrays of fixed address: made once, its contents change from step to step."""
+        a, constant = self._arrays, self._ops.constant
+        query_start, lengths = constant(a.query_start), constant(a.lengths)
+        tables = tuple(constant(table) for table in a.page_table)
+        rows = tuple(
+            PagedRows(query_start=query_start, lengths=lengths, page_table=table, rows=a.rows) for table in tables
+        )
+        batch = ForwardBatch(
+            capacity=self._capacity,
+            tokens=a.tokens,
+            ids=constant(a.ids),
+            positions=constant(a.positions),
+            rows=rows,
+            write_slots=tuple(constant(slots) for slots in a.write_slots),
+            kv=self._kv,
+            layer_group=tuple(_group_of(layer, self._groups) for layer in range(len(self._kv))),
+            scratch=Scratch(self._ops),
+        )
+        # The op set's memory is host memory (cpu, plain): lay steps out in it directly instead of copying.
+        host = self._ops.host
+        self._arrays = StepArrays(
+            tokens=a.tokens,
+            rows=a.rows,
+            ids=host(batch.ids),
+            positions=host(batch.positions),
+            query_start=host(query_start),
+            lengths=host(lengths),
+            write_slots=tuple(host(slots) for slots in batch.write_slots),
+            page_table=tuple(host(table) for table in tables),
+        )
+        return batch
+
+    def run(self, step: Step) -> StepResult:
+        """Does one step and returns its result; changes slots and KV memory."""
+        began = time.perf_counter()
+        for slot in step.leave:
+            self._slots.leave(slot)
+        for enter in step.enter:
+            self._slots.enter(enter)
+            self._sampling.enter(enter)
+        self._slots.turn_pages(step)
+        self._check(step)
+        lay_out(step, self._slots, self._arrays)
+        laid_out = time.perf_counter()
+        for move in step.moves:
+            assert move.kind == "copy", f"this runner has no tier for moves of kind {move.kind!r}"
+            for layer in self._groups[move.group].layers:
+                self._ops.copy_pages(self._kv[layer], move.source, move.target)
+        if step.rows:
+            self._forward()
+        tokens, logprobs, failed = self._choose(step)
+        offset = np.zeros(step.rows + 1, np.int32)
+        np.cumsum(tokens >= 0, out=offset[1:], dtype=np.int32)
+        return StepResult(
+            number=step.number,
+            slot=step.slot,
+            epoch=step.epoch,
+            offset=offset,
+            tokens=tokens[tokens >= 0],
+            logprobs=logprobs,
+            moved=tuple(move.ticket for move in step.moves),
+            failed=failed,
+            device_s=time.perf_counter() - laid_out,
+            host_s=laid_out - began,
+        )
+
+    def _check(self, step: Step) -> None:
+        """The engine's side of the contract; a breach is a bug, not a user's error."""
+        assert step.rows == 0 or bool((self._slots.epoch[step.slot] == step.epoch).all()), "a row names a slot of another epoch"
+        assert step.tokens <= self._capacity, f"{step.tokens} tokens in a step of at most {self._capacity}"
+        assert not step.drafts.any(), "this runner has no drafter"
+
+    def _forward(self) -> None:
+        if self._body is not None:
+            self._body.run()
+        elif self._want_tape:
+            # Recording runs nothing; the first run is a replay like every later one.
+            with self._ops.record() as tape:  # type: ignore[attr-defined]
+                self._hidden = self._model.forward(self._batch)
+            self._body = tape
+            tape.run()
+        else:
+            self._hidden = self._model.forward(self._batch)
+
+    def _run_head(self) -> None:
+        if self._head is not None:
+            self._head.run()
+        elif self._want_tape:
+            with self._ops.record() as tape:  # type: ignore[attr-defined]
+                self._head_ops()
+            self._head = tape
+            tape.run()
+        else:
+            self._head_ops()
+
+    def _head_ops(self) -> None:
+        self._ops.gather_rows(self._hidden, self._head_index, out=self._head_hidden, count=self._head_count)
+        self._model.logits(self._head_hidden, out=self._logits, count=self._head_count, scratch=self._batch.scratch)
+
+    def _choose(self, step: Step) -> tuple[Ints, dict[int, RowLogprobs], dict[int, str]]:
+        """Logits, logprobs and one token for every row that wants them: (token per row or -1, logprobs, failures)."""
+        chosen = np.full(step.rows, -1, np.int32)
+        logprobs: dict[int, RowLogprobs] = {}
+        failed: dict[int, str] = {}
+        if not step.wants.any():
+            return chosen, logprobs, failed
+        self._prompt_logprobs(step, logprobs)
+        sampling = np.flatnonzero((step.wants == Wants.LAST) | (step.wants == Wants.ALL))
+        last = self._arrays.query_start[1 : step.rows + 1] - 1
+        for first in range(0, len(sampling), self._head_rows):
+            rows = sampling[first : first + self._head_rows]
+            count = len(rows)
+            slot, position = step.slot[rows], step.start[rows] + step.count[rows]
+            self._head_index_host[:count] = last[rows]
+            self._head_count[0] = count
+            self._run_head()
+            wanted = self._sampling.logprobs[slot]
+            # Raw logprobs need the logits twice: before sampling destroys them, and with the token that sampling chose.
+            raw = self._host_logits(count) if wanted.max(initial=-1) >= 0 else None
+            columns = self._sampling.gather(slot, position)
+            self._ops.sample(self._logits, columns, out=self._sampled, count=self._head_count)
+            tokens = self._ops.host(self._sampled)[:count].copy()
+            good = tokens >= 0
+            self._slots.append(slot[good], position[good], tokens[good])
+            chosen[rows] = tokens
+            for row in rows[~good]:
+                failed[int(row)] = NOT_FINITE
+            if raw is not None:
+                arrays = self._logprobs(raw, tokens, top=int(wanted.max()))
+                for i in range(count):
+                    if wanted[i] >= 0 and good[i]:
+                        record = arrays.record(i, token=int(tokens[i]), top=int(wanted[i]))
+                        before = logprobs.get(int(rows[i]), RowLogprobs())
+                        logprobs[int(rows[i])] = RowLogprobs(sampled=(record,), prompt=before.prompt)
+        return chosen, logprobs, failed
+
+    def _prompt_logprobs(self, step: Step, into: dict[int, RowLogprobs]) -> None:
+        """Logprobs of the known tokens that follow each position of rows that want all their logits."""
+        for row in np.flatnonzero(step.wants >= Wants.ALL):
+            slot, start, count = int(step.slot[row]), int(step.start[row]), int(step.count[row])
+            known = min(count, int(self._slots.prompt[slot]) - start - 1)  # the last prompt token predicts no prompt token
+            top = max(0, int(self._sampling.prompt_logprobs[slot]))
+            records: list[TokenLogprobs] = []
+            for first in range(0, known, self._head_rows):
+                size = min(self._head_rows, known - first)
+                base = int(self._arrays.query_start[row]) + first
+                self._head_index_host[:size] = np.arange(base, base + size)
+                self._head_count[0] = size
+                self._run_head()
+                following = self._slots.tokens[slot, start + first + 1 : start + first + 1 + size]
+                arrays = self._logprobs(self._logits, following, top=top)
+                records.extend(arrays.record(i, token=int(following[i]), top=top) for i in range(size))
+            into[int(row)] = RowLogprobs(prompt=tuple(records))
+
+    def _host_logits(self, count: int) -> Tensor:
+        return self._ops.constant(self._ops.host(self._logits)[:count])
+
+    def _logprobs(self, logits: Tensor, tokens: Ints, *, top: int) -> LogprobArrays:
+        ops, count = self._ops, len(tokens)
+        width = max(1, top)
+        out = (
+            ops.empty((count,), "f32"),
+            ops.empty((count,), "i32"),
+            ops.empty((count, width), "i32"),
+            ops.empty((count, width), "f32"),
+        )
+        ops.logprobs(
+            logits,
+            ops.constant(np.ascontiguousarray(np.maximum(tokens, 0), np.int32)),
+            top=top,
+            out_logprob=out[0],
+            out_rank=out[1],
+            out_ids=out[2],
+            out_top=out[3],
+            count=np.array([count], np.int32),
+        )
+        logprob, rank, ids, best = (ops.host(values) for values in out)
+        return LogprobArrays(logprob=logprob, rank=rank, top_ids=ids, top=best)
+
+
+def _group_of(layer: int, groups: tuple[KVGroup, ...]) -> int:
+    for group in groups:
+        if layer in group.layers:
+            return group.index
+    raise AssertionError(f"layer {layer} is in no KV group")
