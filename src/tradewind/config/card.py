@@ -68,5 +68,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
     weight_formats: dict[str, int] = msgspec.field(default_factory=dict)
     """Format name -> number of parameters stored so."""
+    embedding_format: str = "BF16"
+    """Format of the embedding table in the file; its rows are gathered from there."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

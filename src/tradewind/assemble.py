@@ -1,0 +1,208 @@
+"""The one place that knows everybody: from goals to a working engine.
+
+Knows: which part needs which. Refuses to know: how any part works, and what people want to do with the engine (llm, cli, bench).
+
+    goals -> find_model -> open_checkpoint -> card --+
+                          hardware (measured once) --+-> resolve -> plan -> ops, model, KV -> runner -> executor -> client
+                          tokenizer, chat template ------------------------------------------------------> Engine
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tradewind.config import env
+from tradewind.config.card import ModelCard
+from tradewind.config.card_reader import card_from_gguf, card_from_hf
+from tradewind.config.goals import Goals
+from tradewind.config.hardware_probe import measure
+from tradewind.config.plan import Plan
+from tradewind.config.resolve import resolve
+from tradewind.contract.errors import UserError
+from tradewind.contract.events import Sink
+from tradewind.contract.executor import Executor
+from tradewind.engine.client import Client
+from tradewind.engine.loop import EngineLoop
+from tradewind.engine.scheduler import Scheduler
+from tradewind.kernels.ops import Ops
+from tradewind.phases import Phases
+from tradewind.serving.chat_template import ChatTemplate
+from tradewind.serving.tokenizer import TextTokenizer
+from tradewind.simulate.clock import Clock, RealClock
+from tradewind.weights.checkpoint import Checkpoint, open_checkpoint
+from tradewind.weights.fetch import Progress
+from tradewind.weights.lookup import find_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan and the files it was made for; no weight has been read."""
+
+    path: Path
+    checkpoint: Checkpoint
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A working engine. Whoever made it calls `client.close()` in the end."""
+
+    plan: Plan
+    tokenizer: TextTokenizer
+    template: ChatTemplate | UserError
+    """How to speak to the model in turns, or why that is not known."""
+    client: Client
+    phases: Phases
+    checkpoint_path: Path
+    notices: tuple[str, ...] = ()
+    """Things the user should know, one sentence each."""
+
+
+def make_plan(goals: Goals, *, progress: Progress | None = None, phases: Phases | None = None) -> Planned:
+    """Goals -> plan; reads file headers and measures the machine once, loads no weights. Raises UserError with advice."""
+    phases = phases or Phases()
+    cache = env.cache_dir()
+    with phases("find"):
+        path = find_model(goals.model, cache_dir=cache, progress=progress)
+        checkpoint = open_checkpoint(path)
+        card = read_card(checkpoint, name=goals.model)
+    with phases("plan"):
+        plan = resolve(goals, card, measure(cache))
+    return Planned(path=path, checkpoint=checkpoint, plan=plan)
+
+
+def read_card(checkpoint: Checkpoint, *, name: str) -> ModelCard:
+    """The card of either kind of checkpoint."""
+    if checkpoint.kind == "gguf":
+        return card_from_gguf(checkpoint.metadata, name=name, tensors=checkpoint.tensors)
+    return card_from_hf(
+        checkpoint.metadata,
+        name=name,
+        tensors=checkpoint.tensors,
+        generation_config=checkpoint.generation_config,
+    )
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
+    """The tokenizer of either kind of checkpoint. Raises UserError when the folder has none."""
+    if checkpoint.kind == "gguf":
+        return TextTokenizer.from_gguf(checkpoint.metadata, generation_config=checkpoint.generation_config)
+    if checkpoint.tokenizer_json is None:
+        raise UserError(f"{checkpoint.path} has no tokenizer.json; put the model's tokenizer.json beside its config.json")
+    return TextTokenizer.from_tokenizer_json(
+        checkpoint.tokenizer_json,
+        tokenizer_config=checkpoint.tokenizer_config,
+        generation_config=checkpoint.generation_config,
+        chat_template=(checkpoint.chat_template or {}).get("default"),
+    )
+
+
+def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
+    """The op set that the plan names, or the plain one with a notice when the C++ library is not there."""
+    numerics = plan.numerics
+    if numerics.backend == "cpu":
+        from tradewind.kernels.cpu import library
+
+        found = library.load()
+        if found is not None:
+            from tradewind.kernels.cpu.ops import CpuOps
+
+            return CpuOps(found, threads=numerics.threads), ()
+        notice = f"the C++ op library is not used ({library.why_not()}), so this runs on torch, many times slower"
+    else:
+        notice = ""
+    from tradewind.kernels.plain import PlainOps
+
+    return PlainOps(), (notice,) if notice else ()
+
+
+def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progress | None = None) -> Executor:
+    """Weights, pages and the runner: the whole device wing behind its protocol."""
+    from tradewind.device.kv import KVStorage
+    from tradewind.runner.executor import LocalExecutor
+    from tradewind.runner.runner import StepRunner
+    from tradewind.weights.load import load_model
+
+    plan = planned.plan
+    with phases("weights"):
+        model = load_model(planned.checkpoint, plan.card, ops, plan.numerics, progress)
+    with phases("pages"):
+        storage = KVStorage(ops, plan.cache.groups, plan.cache.pages)
+        runner = StepRunner(
+            model=model,
+            ops=ops,
+            groups=plan.cache.groups,
+            kv=storage.layers,
+            max_running=plan.schedule.max_running,
+            max_tokens_per_step=plan.schedule.max_tokens_per_step,
+            max_context=plan.schedule.max_context,
+            tape=plan.numerics.tape and hasattr(ops, "record"),
+        )
+    return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=getattr(ops, "close", None))
+
+
+def build_engine(
+    goals: Goals,
+    *,
+    progress: Progress | None = None,
+    sinks: Sequence[Sink] = (),
+    clock: Clock | None = None,
+    began_s: float | None = None,
+) -> Engine:
+    """Everything, ready to take requests. Starts no thread of the engine; the client does when it is asked to."""
+    phases = Phases(began_s=began_s)
+    with phases("imports"):
+        pass
+    planned = make_plan(goals, progress=progress, phases=phases)
+    plan = planned.plan
+    # Tokenizer and weights load side by side: the one is the tokenizers library's work, the other C++.
+    made: list[TextTokenizer | BaseException] = []
+    reading = threading.Thread(target=lambda: made.append(_caught(planned.checkpoint)), name="tradewind-tokenizer")
+    reading.start()
+    try:
+        ops, notices = make_ops(plan)
+        executor = make_executor(planned, ops, phases=phases, progress=progress)
+    finally:
+        reading.join()
+    with phases("tokenizer"):
+        tokenizer = made[0]
+        if isinstance(tokenizer, BaseException):
+            executor.close()
+            raise tokenizer
+        template = _template(tokenizer)
+    with phases("engine"):
+        clock = clock or RealClock()
+        scheduler = Scheduler(
+            plan.schedule,
+            groups=plan.cache.groups,
+            pages=plan.cache.pages,
+            prefix_cache=plan.cache.prefix_cache,
+        )
+        loop = EngineLoop(scheduler, executor, clock=clock, sinks=sinks)
+        client = Client(loop)
+    return Engine(
+        plan=plan,
+        tokenizer=tokenizer,
+        template=template,
+        client=client,
+        phases=phases,
+        checkpoint_path=planned.path,
+        notices=notices,
+    )
+
+
+def _caught(checkpoint: Checkpoint) -> TextTokenizer | BaseException:
+    try:
+        return read_tokenizer(checkpoint)
+    except BaseException as error:
+        return error
+
+
+def _template(tokenizer: TextTokenizer) -> ChatTemplate | UserError:
+    try:
+        return ChatTemplate.for_tokenizer(tokenizer)
+    except UserError as error:
+        return error

@@ -1,0 +1,53 @@
+"""Attention by the op set's own paged kernel: the backends `cpu` and `plain`.
+
+Knows: which KV formats the kernel reads. Refuses to know: how it works inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tradewind.config.hardware import Hardware
+from tradewind.contract.kv import KVGroup
+from tradewind.device.batch import ForwardBatch
+from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
+
+
+class PagedAttention:
+    """Hands everything to `ops.attention`; rows of any length, nothing to plan."""
+
+    def __init__(self, ops: Ops, *, name: str, formats: Sequence[str]) -> None:
+        self.name = name
+        self._ops = ops
+        self._formats = tuple(formats)
+
+    def why_not(self, group: KVGroup, hardware: Hardware) -> str | None:
+        if self._ops.name != self.name:
+            return f"the op set in use is {self._ops.name}"
+        if hardware.kind != "cpu":
+            return f"computes on the CPU, not on {hardware.kind}"
+        if group.kind not in ("full", "window"):
+            return f"keeps keys and values, not {group.kind} states"
+        if group.format not in self._formats:
+            return f"reads KV as {', '.join(self._formats)}, not {group.format}"
+        return None
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Nothing: the kernel reads lengths and page tables itself."""
+
+    def run(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        rows: PagedRows,
+        *,
+        heads: int,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        self._ops.attention(
+            q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
+        )

@@ -1,0 +1,158 @@
+"""The registry of techniques: one row for each way of being faster or smaller, with its switch, price, proof and last measured effect.
+
+Knows: names. Refuses to know: how anything works. A field of `Means` that switches a technique must have a row (a house rule), and every
+row's test must exist.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Layer = Literal["cache", "compute", "schedule", "weights"]
+
+
+class Technique(msgspec.Struct, frozen=True, kw_only=True):
+    """One means and what is known about it."""
+
+    layer: Layer
+    switch: str
+    """A field of `Means`, with "means." before it, or how else it is turned on and off."""
+    helps: str
+    hurts: str
+    prerequisites: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    metric: str
+    """What shows its effect."""
+    test: str
+    """path::name of the test that proves it."""
+    effect: str = ""
+    """Last measured effect with its date; empty: not measured yet."""
+
+
+TECHNIQUES: dict[str, Technique] = {
+    "chunked_prefill": Technique(
+        layer="schedule",
+        switch="means.max_tokens_per_step",
+        helps="time between tokens of running answers while a long prompt arrives",
+        hurts="time to first token of that prompt: weights are read once for each chunk",
+        metric="TPOT p99 with a long prompt arriving; StepDone.prompt_tokens",
+        test="tests/engine/test_same_text.py::test_chunk_sizes",
+    ),
+    "continuous_batching": Technique(
+        layer="schedule",
+        switch="means.max_running",
+        helps="throughput: requests join and leave between any two steps",
+        hurts="latency of a single answer that shares its steps",
+        metric="output tokens per second; StepDone.rows",
+        test="tests/engine/test_same_text.py::test_batch_sizes",
+    ),
+    "copy_on_write": Technique(
+        layer="cache",
+        switch="always on (n of SamplingParams)",
+        helps="memory and prefill of several answers to one prompt",
+        hurts="one page copy for each further answer",
+        metric="pages used by n answers against n requests",
+        test="tests/host/test_scheduler.py::test_samples_of_one_prompt_share_pages",
+    ),
+    "fused_kernels": Technique(
+        layer="compute",
+        switch="means.backend (plain: unfused torch ops)",
+        helps="decode: add and norm, norm of heads with rope and KV write, gate, up and activation are one pass each",
+        hurts="nothing but the size of the library",
+        prerequisites=("a C++ compiler when installing",),
+        metric="decode tokens per second",
+        test="tests/kernels/test_ops.py::test_against_reference",
+    ),
+    "int8_activations": Technique(
+        layer="compute",
+        switch="means.compute (int8 against bf16, f32)",
+        helps="prefill and decode with quantised weights: integer dot products on packed weights",
+        hurts="exactness: activations are rounded per 32 values",
+        prerequisites=("packed_weights",),
+        metric="prefill tokens per second; logit difference to f32",
+        test="tests/kernels/test_linear.py::test_int8_close_to_float",
+    ),
+    "kv_f16": Technique(
+        layer="cache",
+        switch="means.kv_format",
+        helps="memory and attention time: half the bytes of f32",
+        hurts="keys and values keep 11 significant bits",
+        metric="KV bytes per token; logit difference to f32",
+        test="tests/kernels/test_attention.py::test_formats",
+    ),
+    "overlap": Technique(
+        layer="schedule",
+        switch="means.overlap",
+        helps="throughput: the scheduler's time disappears behind compute",
+        hurts="an answer's end is seen one step late; a core shared with compute",
+        prerequisites=("two cores",),
+        metric="StepDone.decide_s + absorb_s that compute waits for",
+        test="tests/engine/test_same_text.py::test_overlap_on_and_off",
+    ),
+    "packed_weights": Technique(
+        layer="weights",
+        switch="means.compute (int8 keeps blocks packed; bf16, f32 unpack them); means.quantization at load",
+        helps="decode speed and memory: 5 bits a weight are read, not 16",
+        hurts="start-up: weights are laid out anew when loaded",
+        metric="weights line of the ledger; decode tokens per second",
+        test="tests/kernels/test_linear.py::test_packed_formats",
+    ),
+    "preemption": Technique(
+        layer="schedule",
+        switch="always on when pages run out (Plan.schedule.max_preemptions)",
+        helps="throughput: pages need not be reserved for the longest possible answer",
+        hurts="the evicted request: its tokens are computed again",
+        metric="Preempted.lost_tokens",
+        test="tests/host/test_scheduler.py::test_preempted_requests_finish",
+    ),
+    "prefix_cache": Technique(
+        layer="cache",
+        switch="means.prefix_cache",
+        helps="time to first token of prompts that begin alike",
+        hurts="a walk through the tree for each new prompt",
+        metric="Scheduled.cached_tokens",
+        test="tests/host/test_radix.py::test_match_equals_brute_force",
+    ),
+    "priority_ageing": Technique(
+        layer="schedule",
+        switch="means.policy (priority)",
+        helps="urgent requests; ageing keeps the others from starving",
+        hurts="requests of low priority wait longer",
+        metric="Scheduled.waited_s by priority",
+        test="tests/host/test_queue.py::test_ageing_prevents_starvation",
+    ),
+    "small_pass_big": Technique(
+        layer="schedule",
+        switch="Plan.schedule.age_limit_s (0 turns it off)",
+        helps="throughput and small requests: they use pages that the head of the queue cannot use yet",
+        hurts="the big request, by at most the age limit",
+        metric="Delayed.blocked_by; waited_s of big requests",
+        test="tests/host/test_scheduler.py::test_small_passes_big_within_age_limit",
+    ),
+    "tape": Technique(
+        layer="compute",
+        switch="means.tape",
+        helps="decode of small models: a step is one call, not hundreds",
+        hurts="a recording per step size; errors name the tape, not the op",
+        prerequisites=("fused_kernels",),
+        metric="StepResult.host_s",
+        test="tests/kernels/test_tape.py::test_replay_equals_calls",
+    ),
+    "window_page_freeing": Technique(
+        layer="cache",
+        switch="always on for windowed layers (Gemma 3)",
+        helps="memory of long sequences: windowed layers keep their window only",
+        hurts="a prefix is found again only where its window's pages are still kept",
+        metric="pages used of the window group",
+        test="tests/host/test_lease.py::test_window_pages_are_freed",
+    ),
+}
+
+NOT_TECHNIQUES: dict[str, str] = {
+    "deterministic": "a promise, kept by the ops of every backend so far",
+    "page_tokens": "a size, not a technique",
+    "threads": "a size, not a technique",
+}
+"""Fields of `Means` that have no row, and why."""

@@ -1,0 +1,276 @@
+// The ops `linear` and `gated_linear`: how a matmul is cut up and shared; and the portable path.
+//
+// Knows: rows, strips, threads. Refuses to know: instruction sets (gemm_avx2.cpp, gemm_avx512.cpp), how weights were packed (pack.cpp).
+#include "gemm.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "runtime.h"
+
+namespace tw {
+namespace {
+
+// ------------------------------------------------------------------------------------------------ portable path
+
+void prepare_quant(const Packed& p, const float* x, uint8_t* out) {
+    const int zero = 1 << (p.bits - 1);
+    for (int64_t u = 0; u < p.units(); ++u, out += UNIT) {
+        const int live = int(std::min<int64_t>(32, p.k - u * 32));
+        uint32_t top = 0;  // absmax, as bits: not finite sorts above all others
+        for (int i = 0; i < live; ++i) {
+            uint32_t bits;
+            std::memcpy(&bits, x + u * 32 + i, 4);
+            top = std::max(top, bits & 0x7fffffff);
+        }
+        float absmax, scale = 0, inverse = 0;
+        std::memcpy(&absmax, &top, 4);
+        if (top >= 0x7f800000) scale = NAN;        // spoils this row's outputs, and only them
+        else if (absmax >= 1e-30f) scale = absmax / 127.0f, inverse = 127.0f / absmax;
+        int8_t q[32] = {};
+        int32_t sum[2] = {};
+        if (inverse != 0)
+            for (int i = 0; i < live; ++i) {
+                q[i] = int8_t(std::nearbyint(x[u * 32 + i] * inverse));
+                sum[i / 16] += q[i];
+            }
+        if (p.halves == 1) sum[0] += sum[1], sum[1] = 0;
+        std::memcpy(out, q, 32);
+        std::memcpy(out + 32, &scale, 4);
+        for (int half = 0; half < 2; ++half) {
+            int32_t start = -zero * sum[half];
+            float product = scale * float(sum[half]);
+            if (p.symmetric) std::memcpy(out + 36 + 4 * half, &start, 4);
+            else std::memcpy(out + 36 + 4 * half, &product, 4);
+        }
+    }
+}
+
+void prepare_bf16(const Packed& p, const float* x, uint8_t* out) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(out);
+    for (int64_t k = 0; k < p.k; ++k) to[k] = float_to_bf16(x[k]);
+    if (p.k % 2) to[p.k] = 0;
+}
+
+void tile_f32(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+    for (int m = 0; m < rows; ++m) {
+        const float* row = reinterpret_cast<const float*>(x + m * x_stride);
+        for (int b = 0; b < 2; ++b) {
+            const float* w = reinterpret_cast<const float*>(b ? w1 : w0);
+            float sum[16] = {};
+            for (int64_t k = 0; k < p.k; ++k, w += 16)
+                for (int r = 0; r < 16; ++r) sum[r] += w[r] * row[k];
+            std::memcpy(acc + m * STRIP + b * 16, sum, sizeof sum);
+        }
+    }
+}
+
+void tile_bf16(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+    for (int m = 0; m < rows; ++m) {
+        const uint16_t* row = reinterpret_cast<const uint16_t*>(x + m * x_stride);
+        for (int b = 0; b < 2; ++b) {
+            const uint16_t* w = reinterpret_cast<const uint16_t*>(b ? w1 : w0);
+            float sum[16] = {};
+            for (int64_t k = 0; k < p.k; k += 2, w += 32) {
+                const float x0 = bf16_to_float(row[k]), x1 = bf16_to_float(row[k + 1]);
+                for (int r = 0; r < 16; ++r) sum[r] += bf16_to_float(w[2 * r]) * x0;
+                for (int r = 0; r < 16; ++r) sum[r] += bf16_to_float(w[2 * r + 1]) * x1;
+            }
+            std::memcpy(acc + m * STRIP + b * 16, sum, sizeof sum);
+        }
+    }
+}
+
+// The 32 quants of a unit as bytes [k4][output][4].
+void widen(const Packed& p, const uint8_t* unit, uint8_t* q) {
+    if (p.bits == 8) {
+        std::memcpy(q, unit, 512);
+        return;
+    }
+    for (int i = 0; i < 256; ++i) {
+        q[i] = unit[i] & 15;
+        q[i + 256] = unit[i] >> 4;
+    }
+    for (int plane = 0; plane < p.bits - 4; ++plane)
+        for (int i = 0; i < 512; ++i) q[i] = uint8_t(q[i] | (unit[256 + 64 * plane + i / 8] >> i % 8 & 1) << (4 + plane));
+}
+
+float scale_at(const Packed& p, const uint8_t* at, int64_t index) {
+    if (p.wide) return reinterpret_cast<const float*>(at)[index];
+    return half_to_float(reinterpret_cast<const uint16_t*>(at)[index]);
+}
+
+void tile_quant(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+    std::fill(acc, acc + rows * STRIP, 0.0f);
+    const int k4s = 8 / p.halves;
+    for (int b = 0; b < 2; ++b) {
+        const uint8_t* w = b ? w1 : w0;
+        for (int64_t u = 0; u < p.units(); ++u) {
+            uint8_t q[512];
+            widen(p, w + u * p.unit_bytes(), q);
+            for (int half = 0; half < p.halves; ++half) {
+                float scale[16], minimum[16] = {};
+                for (int r = 0; r < 16; ++r) {
+                    scale[r] = scale_at(p, w + p.scale_at, (u * p.halves + half) * 16 + r);
+                    if (!p.symmetric) minimum[r] = scale_at(p, w + p.minimum_at, (u * p.halves + half) * 16 + r);
+                }
+                for (int m = 0; m < rows; ++m) {
+                    const uint8_t* unit = x + m * x_stride + u * UNIT;
+                    const int8_t* xq = reinterpret_cast<const int8_t*>(unit) + 16 * half;
+                    float sx, sum;
+                    int32_t start = 0;
+                    std::memcpy(&sx, unit + 32, 4);
+                    std::memcpy(&sum, unit + 36 + 4 * half, 4);
+                    if (p.symmetric) std::memcpy(&start, unit + 36 + 4 * half, 4);
+                    int32_t dot[16];
+                    for (int r = 0; r < 16; ++r) dot[r] = start;
+                    for (int j = 0; j < k4s; ++j) {
+                        const uint8_t* from = q + (half * k4s + j) * 64;
+                        for (int r = 0; r < 16; ++r)
+                            dot[r] += from[4 * r] * xq[4 * j] + from[4 * r + 1] * xq[4 * j + 1] + from[4 * r + 2] * xq[4 * j + 2] +
+                                      from[4 * r + 3] * xq[4 * j + 3];
+                    }
+                    float* to = acc + m * STRIP + b * 16;
+                    for (int r = 0; r < 16; ++r) to[r] += float(dot[r]) * (scale[r] * sx);
+                    if (!p.symmetric)
+                        for (int r = 0; r < 16; ++r) to[r] += minimum[r] * sum;
+                }
+            }
+        }
+    }
+}
+
+void finish(const float* acc, int rows, const Store& to) {
+    for (int m = 0; m < rows; ++m)
+        for (int b = 0; b < 2; ++b)
+            for (int r = 0; r < to.columns[b]; ++r)
+                to.out[m * to.stride + b * 16 + r] = acc[m * STRIP + b * 16 + r] + (to.bias[b] ? to.bias[b][r] : 0.0f);
+}
+
+void finish_gated(const float* acc, int rows, const Store& to) {
+    for (int m = 0; m < rows; ++m)
+        for (int r = 0; r < to.columns[0]; ++r) {
+            const float gate = acc[m * STRIP + r] + (to.bias[0] ? to.bias[0][r] : 0.0f);
+            const float up = acc[m * STRIP + 16 + r] + (to.bias[1] ? to.bias[1][r] : 0.0f);
+            // gelu_tanh(g) = g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3))
+            const float inner = to.activation == SILU ? gate : 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+            to.out[m * to.stride + r] = gate / (1.0f + std::exp(-inner)) * up;
+        }
+}
+
+// ------------------------------------------------------------------------------------------------ sharing the work
+
+Path choose(const Packed& p, int isa) {
+#if defined(__x86_64__)
+    if (isa >= AVX512) return avx512_path(p, isa >= AVX512_BF16);
+    if (isa >= AVX2) return avx2_path(p);
+#endif
+    (void)isa;
+    return portable_path(p);
+}
+
+int64_t prepared_stride(const Packed& p) {
+    if (p.layout == LAYOUT_QUANT) return p.units() * UNIT;
+    return p.layout == LAYOUT_BF16 ? (p.k + 1) / 2 * 4 : 0;
+}
+
+// Most of the items as fixed parts (no traffic between cores), the last ones one by one, so that a disturbed core is helped.
+template <class F>
+void shared(Thread& t, int64_t items, F&& body) {
+    if (t.count == 1) {
+        for (int64_t i = 0; i < items; ++i) body(i);
+        return;
+    }
+    const int64_t each = items * 2 / (3 * t.count), fixed = each * t.count;
+    for (int64_t i = each * t.id; i < each * (t.id + 1); ++i) body(i);
+    t.chunks(items - fixed, [&](int64_t i) { body(fixed + i); });
+}
+
+struct Call {
+    const float* x;
+    int64_t x_stride;
+    const Packed* weight;
+    const float* bias;
+    float* out;
+    int64_t out_stride, rows;
+    uint8_t* scratch;
+    int64_t activation;
+    bool gated;
+};
+
+void matmul(const Call& c, Thread& t) {
+    const Packed& p = *c.weight;
+    if (c.rows <= 0) return;
+    const Path path = choose(p, t.isa);
+
+    // Few rows: each thread prepares them for itself, which is cheaper than waiting for each other.
+    constexpr int64_t OWN = 256 * UNIT;
+    alignas(64) uint8_t own[OWN];
+    const uint8_t* x = reinterpret_cast<const uint8_t*>(c.x);
+    int64_t stride = c.x_stride * int64_t(sizeof(float));
+    if (path.prepare) {
+        stride = prepared_stride(p);
+        const bool alone = c.rows * stride <= OWN;
+        uint8_t* to = alone ? own : c.scratch;
+        const Thread::Range range = alone ? Thread::Range{0, c.rows} : t.share(c.rows);
+        for (int64_t m = range.begin; m < range.end; ++m) path.prepare(p, c.x + m * c.x_stride, to + m * stride);
+        if (!alone) t.barrier();
+        x = to;
+    }
+
+    // Rows in bands whose prepared bytes stay in the second-level cache; bands in tiles of nearly equal height.
+    const int64_t band = std::max<int64_t>(path.max_rows, (int64_t(384) << 10) / std::max<int64_t>(1, stride) / path.max_rows * path.max_rows);
+    const int64_t bands = (c.rows + band - 1) / band, strips = (p.blocks + 1) / 2;
+    const int64_t outputs = c.gated ? p.n / 2 : p.n;
+    shared(t, bands * strips, [&](int64_t item) {
+        const int64_t strip = item % strips, begin = item / strips * band, end = std::min(c.rows, begin + band);
+        const uint8_t* w0 = p.block(2 * strip);
+        const uint8_t* w1 = p.block(std::min(2 * strip + 1, p.blocks - 1));  // an odd last block is computed twice, stored once
+        const int64_t column = strip * (c.gated ? 16 : STRIP);
+        Store to{c.out + begin * c.out_stride + column, c.out_stride, {nullptr, nullptr}, {0, 0}, c.activation};
+        const int64_t left = outputs - column;
+        to.columns[0] = int(std::min<int64_t>(16, left));
+        to.columns[1] = int(c.gated ? to.columns[0] : std::max<int64_t>(0, std::min<int64_t>(16, left - 16)));
+        if (c.bias) {
+            to.bias[0] = c.bias + column;
+            to.bias[1] = c.bias + (c.gated ? outputs + column : column + 16);
+        }
+        const int64_t tiles = (end - begin + path.max_rows - 1) / path.max_rows;
+        alignas(64) float acc[MAX_ROWS * STRIP];
+        for (int64_t i = 0; i < tiles; ++i) {
+            const int64_t first = begin + (end - begin) * i / tiles, last = begin + (end - begin) * (i + 1) / tiles;
+            path.tile(p, w0, w1, x + first * stride, stride, int(last - first), acc);
+            (c.gated ? path.finish_gated : path.finish)(acc, int(last - first), to);
+            to.out += (last - first) * c.out_stride;
+        }
+    });
+}
+
+}  // namespace
+
+Path portable_path(const Packed& p) {
+    Path path{8, tile_f32, nullptr, finish, finish_gated};
+    if (p.layout == LAYOUT_BF16) path.tile = tile_bf16, path.prepare = prepare_bf16;
+    if (p.layout == LAYOUT_QUANT) path.tile = tile_quant, path.prepare = prepare_quant;
+    return path;
+}
+
+// x, x stride (floats), packed matrix, bias or null, out, out stride (floats), count, scratch
+TW_OP(linear, 8) {
+    matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), 0, false}, t);
+}
+
+// The same and the activation (0 silu, 1 gelu_tanh); bias is gate then up.
+TW_OP(gated_linear, 9) {
+    matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), a[8].i, true}, t);
+}
+
+}  // namespace tw
+
+extern "C" {
+
+// Bytes of scratch that `linear` needs for `rows` rows of this matrix.
+int64_t tw_matmul_scratch(const void* packed, int64_t rows) {
+    return rows * tw::prepared_stride(*static_cast<const tw::Packed*>(packed));
+}
+}

@@ -1,0 +1,63 @@
+// What the matmul ops and their instruction-set paths agree on.
+//
+// Knows: tiles, prepared activations, epilogues. Refuses to know: who calls, tapes, how weights were made.
+//
+// A tile is one strip (two 16-output blocks) x up to `max_rows` rows, over all of K. Each output has one chain of float operations in
+// ascending k, the same in every tile of a path, so a row's result does not depend on its neighbours, its place or the threads.
+//
+// Prepared activations, one row after the other:   f32   the caller's own rows
+//                                                  bf16  k rounded to bfloat16, padded to an even number
+//                                                  quant by units of 32 k, 48 bytes:  32 x int8 | sx | a0 | a1 | unused
+// With sx = absmax / 127 of the unit: x = sx * q. Where the matrix is symmetric, a0, a1 = -2^(bits - 1) * sum(q) (int32: where the integer
+// dot product starts, so that unsigned quants act as signed ones); otherwise sx * sum(q) (float, times the minimum). By halves: a0 for
+// k 0..15, a1 for k 16..31 (groups of 16); else a0 for all 32.
+#pragma once
+#include "pack.h"
+
+namespace tw {
+
+constexpr int UNIT = 48;      // bytes of a prepared unit of 32 k
+constexpr int MAX_ROWS = 12;  // of any tile
+constexpr int STRIP = 32;     // outputs of a tile
+
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+
+// acc[row][32] = the sums of the strip w0, w1 for `rows` prepared rows at x.
+using Tile = void (*)(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc);
+using Prepare = void (*)(const Packed& p, const float* x, uint8_t* out);
+
+// Where results go: columns [column, column + columns) of `rows` rows from `out` on.
+struct Store {
+    float* out;
+    int64_t stride;        // floats
+    const float* bias[2];  // of the strip's two blocks, or null
+    int columns[2];        // live outputs of the blocks, 0..16; of a gated strip both are the same
+    int64_t activation;
+};
+using Finish = void (*)(const float* acc, int rows, const Store& to);
+
+struct Path {
+    int max_rows;
+    Tile tile;
+    Prepare prepare;  // null: the caller's rows are used as they are
+    Finish finish, finish_gated;
+};
+
+Path portable_path(const Packed& p);
+#if defined(__x86_64__)
+Path avx2_path(const Packed& p);
+Path avx512_path(const Packed& p, bool bf16);
+#endif
+
+}  // namespace tw
+
+// Functions between TW_TARGET(...) and TW_TARGET_END are compiled for those instruction sets; standard headers come before.
+#if defined(__clang__)
+#define TW_PRAGMA(X) _Pragma(#X)
+#define TW_TARGET(SETS) TW_PRAGMA(clang attribute push(__attribute__((target(SETS))), apply_to = function))
+#define TW_TARGET_END _Pragma("clang attribute pop")
+#else
+#define TW_PRAGMA(X) _Pragma(#X)
+#define TW_TARGET(SETS) _Pragma("GCC push_options") TW_PRAGMA(GCC target(SETS))
+#define TW_TARGET_END _Pragma("GCC pop_options")
+#endif

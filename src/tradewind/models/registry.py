@@ -1,0 +1,83 @@
+"""The one table of model families.
+
+Knows: which class computes a family and how its checkpoints name things. Refuses to know: files and op sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tradewind.config.card import ModelCard
+from tradewind.contract.errors import UserError
+from tradewind.device.batch import ForwardBatch
+from tradewind.layers.build import Backend, Build, Count, Ops, Tensor, Weights
+from tradewind.models import gemma3, llama, mistral, qwen2, qwen3
+
+
+class Model(Protocol):
+    """What a runner sees of a model."""
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states [T, E] after the final norm."""
+
+    def logits(self, hidden_rows: Tensor, *, out: Tensor, count: Count) -> None:
+        """hidden_rows [L, E] -> out [L, V]."""
+
+
+class MakeModel(Protocol):
+    """A model's constructor."""
+
+    def __call__(self, build: Build) -> Model: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row: the class, and its checkpoints' names as data (explained in models/llama.py)."""
+
+    model: MakeModel
+    hf_places: Mapping[str, str]
+    gguf_names: Mapping[str, str]
+    gguf_interleaved: Mapping[str, str] = field(default_factory=dict)
+    hf_renames: Mapping[str, str] = field(default_factory=dict)
+    """Prefix of a name -> what stands for it in hf_places."""
+    ignored: tuple[str, ...] = ("rope_freqs.weight",)
+    """Prefixes of tensors that a checkpoint may hold and this model does not read. The card has Llama 3's rope_freqs as a formula."""
+
+    def build(self, *, card: ModelCard, ops: Ops, weights: Weights, attention: Backend) -> Model:
+        """The model, with every weight asked for once."""
+        return self.model(Build(card=card, ops=ops, weights=weights, attention=attention))
+
+
+FAMILIES: dict[str, Family] = {
+    "gemma3": Family(
+        model=gemma3.Gemma3,
+        hf_places=gemma3.HF_PLACES,
+        gguf_names=gemma3.GGUF_NAMES,
+        hf_renames=gemma3.HF_RENAMES,
+        ignored=gemma3.HF_IGNORED,
+    ),
+    "llama": Family(
+        model=llama.Llama,
+        hf_places=llama.HF_PLACES,
+        gguf_names=llama.GGUF_NAMES,
+        gguf_interleaved=llama.GGUF_INTERLEAVED,
+    ),
+    "mistral": Family(
+        model=mistral.Mistral,
+        hf_places=mistral.HF_PLACES,
+        gguf_names=mistral.GGUF_NAMES,
+        gguf_interleaved=mistral.GGUF_INTERLEAVED,
+    ),
+    "qwen2": Family(model=qwen2.Qwen2, hf_places=qwen2.HF_PLACES, gguf_names=qwen2.GGUF_NAMES),
+    "qwen3": Family(model=qwen3.Qwen3, hf_places=qwen3.HF_PLACES, gguf_names=qwen3.GGUF_NAMES),
+}
+
+
+def family_of(card: ModelCard) -> Family:
+    """The row of the card's family; raises UserError naming those that are known."""
+    family = FAMILIES.get(card.family)
+    if family is None:
+        raise UserError(f"No model of the family '{card.family}'; known are {', '.join(FAMILIES)}.")
+    return family

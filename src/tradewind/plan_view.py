@@ -1,0 +1,93 @@
+"""A plan and the registry of techniques as tables for a terminal.
+
+Knows: columns and widths. Refuses to know: how anything was decided. Nothing is printed here; the caller has the console.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tradewind.config.plan import Plan
+from tradewind.config.sizes import show_bytes
+from tradewind.config.techniques import Technique
+
+
+def plan_text(plan: Plan) -> RenderableType:
+    """Model and machine, the memory ledger with its sum, and every choice with its reason."""
+    return Group(facts_table(plan), Text(), ledger_table(plan), Text(), reasons_table(plan))
+
+
+def facts_table(plan: Plan) -> Table:
+    """What was planned for what."""
+    card, machine = plan.card, plan.hardware
+    window_layers = sum(window is not None for window in card.layer_windows)
+    windows = f", {window_layers} with a window" if window_layers else ""
+    scaling = "" if card.rope.kind == "none" else f", rope {card.rope.kind} x{card.rope.factor:g}"
+    table = Table.grid(padding=(0, 2))
+    table.add_row(
+        Text("model", style="bold"),
+        Text(
+            f"{card.name} ({card.family}, {card.parameters / 1e6:.0f}M parameters in {show_bytes(card.weight_bytes)})"
+        ),
+    )
+    table.add_row(
+        "",
+        Text(
+            f"{card.layers} layers{windows}, {card.heads} heads on {card.kv_heads}, hidden {card.hidden}, vocabulary {card.vocab_size}, "
+            f"{card.max_positions} positions{scaling}"
+        ),
+    )
+    table.add_row(
+        Text("machine", style="bold"),
+        Text(
+            f"{machine.name}, {machine.cores} {'core' if machine.cores == 1 else 'cores'}, {show_bytes(machine.memory_free_bytes)} of "
+            f"{show_bytes(machine.memory_bytes)} free, reads {machine.memory_bytes_per_s / 1e9:.0f} GB/s, "
+            f"{machine.matmul_flops_per_s / 1e9:.0f} GFLOP/s in float32"
+        ),
+    )
+    table.add_row(Text("scenario", style="bold"), Text(plan.scenario))
+    return table
+
+
+def ledger_table(plan: Plan) -> Table:
+    """The memory ledger; its last row is the sum of the others."""
+    table = Table(title="Memory", title_justify="left", show_footer=True, footer_style="bold")
+    table.add_column("for", footer="together", no_wrap=True)
+    table.add_column("bytes", justify="right", footer=show_bytes(sum(line.bytes for line in plan.ledger)), no_wrap=True)
+    table.add_column("how", footer="at most; pages and tables that no request touches take nothing", overflow="fold")
+    for line in plan.ledger:
+        table.add_row(Text(line.name), show_bytes(line.bytes), Text(line.how))
+    return table
+
+
+def reasons_table(plan: Plan) -> Table:
+    """Every choice; those that the user pinned are marked."""
+    table = Table(title="Choices", title_justify="left")
+    table.add_column("choice", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("why", overflow="fold", ratio=3)
+    table.add_column("rejected", overflow="fold", ratio=2)
+    for reason in plan.reasons:
+        value = Text(reason.value, style="bold")
+        if reason.pinned:
+            value.append(" (pinned)", style="dim")
+        table.add_row(Text(reason.choice), value, Text(reason.why), Text(reason.rejected, style="dim"))
+    return table
+
+
+def techniques_text(techniques: Mapping[str, Technique]) -> RenderableType:
+    """The registry, a row for each technique."""
+    table = Table(show_lines=True)
+    table.add_column("technique", no_wrap=True)
+    for name in ("layer", "switch", "helps", "hurts", "metric", "last measured"):
+        table.add_column(name, overflow="fold")
+    for name, row in techniques.items():
+        needs = f"; needs {', '.join(row.prerequisites)}" if row.prerequisites else ""
+        against = f"; not with {', '.join(row.conflicts)}" if row.conflicts else ""
+        cells = (row.layer, row.switch, row.helps, row.hurts + needs + against, row.metric, row.effect or "not yet")
+        table.add_row(Text(name, style="bold"), *(Text(cell) for cell in cells))
+    return table

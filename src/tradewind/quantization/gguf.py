@@ -1,0 +1,68 @@
+"""GGUF blocks kept packed: quantised weights are multiplied as they lie in the file.
+
+Knows: when blocks can be stacked as bytes and when they need one common layout. Refuses to know: byte layouts (blocks.py, C++).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tradewind.kernels.ops import PackedMatrix
+from tradewind.quantization.blocks import BLOCKS, ScaleMin, as_scale_min
+
+if TYPE_CHECKING:
+    from tradewind.quantization.scheme import Numerics, Ops, Stored
+
+BITS: dict[str, int] = {
+    "Q4_0": 4,
+    "Q4_1": 4,
+    "Q4_K": 4,
+    "Q5_0": 5,
+    "Q5_1": 5,
+    "Q5_K": 5,
+    "Q6_K": 6,
+    "Q8_0": 8,
+}
+"""Bits of a quant in each block format."""
+
+
+class GGUFScheme:
+    """Blocks go to `ops.pack_blocks` as bytes; parts of unlike formats meet in the widest quants and the finest groups.
+
+    The common layout is exact: each part stays scale * q + minimum, a scale is only repeated for finer groups.
+    """
+
+    name = "gguf"
+
+    def why_not(self, formats: Sequence[str], numerics: Numerics) -> str | None:
+        if numerics.compute != "int8":
+            return f"compute {numerics.compute} multiplies dequantised weights"
+        plain = [format for format in formats if format not in BITS]
+        return f"{plain[0]} is not a block format" if plain else None
+
+    def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
+        return {"weight": shape}
+
+    def pack(
+        self, parts: Sequence[Mapping[str, Stored]], *, formats: Sequence[str], ops: Ops, numerics: Numerics
+    ) -> PackedMatrix:
+        tensors = [part["weight"] for part in parts]
+        n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
+        if len(set(formats)) == 1:
+            raw = tensors[0].data if len(tensors) == 1 else np.concatenate([tensor.data for tensor in tensors])
+            return ops.pack_blocks(raw, formats[0], n=n, k=k)
+        group = min(BLOCKS[format].group for format in formats)
+        pieces = [quants_of(tensor, group=group) for tensor in tensors]
+        quants, scale, minimum = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        return ops.pack_quant(quants, scale, minimum, bits=max(BITS[format] for format in formats))
+
+
+def quants_of(tensor: Stored, *, group: int) -> ScaleMin:
+    """Quants [N, K], scale and minimum [N, K / group] of a block tensor; `group` divides the format's own."""
+    n, k = tensor.shape
+    quants, scale, minimum, own = as_scale_min(tensor.data, tensor.format)
+    scale, minimum = (np.repeat(values.reshape(n, -1), own // group, axis=1) for values in (scale, minimum))
+    return quants.reshape(n, k), scale, minimum

@@ -1,0 +1,84 @@
+"""From the bytes of a checkpoint to a packed matrix: the protocol, the one table of schemes, and the choice among them.
+
+Knows: which scheme takes which stored formats under which numerics. Refuses to know: files, names of tensors, models.
+`pack` is pure and repeatable: the same parts give the same matrix, so weights can be loaded again in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tradewind.contract.errors import UserError
+from tradewind.kernels.ops import Compute, PackedMatrix
+from tradewind.kernels.ops import Ops as Ops
+from tradewind.quantization.gguf import GGUFScheme
+from tradewind.quantization.online import OnlineScheme
+from tradewind.quantization.plain import PlainScheme
+
+Quantization = Literal["none", "int8", "int4"]
+
+
+class Stored(Protocol):
+    """A tensor as it lies in a file (`weights.tensor.RawTensor`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def data(self) -> NDArray[np.uint8]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How weights are kept and multiplied. "f32" is the exact mode: everything dequantised, activations never rounded."""
+
+    compute: Compute
+    quantization: Quantization
+
+
+class Scheme(Protocol):
+    """One way to store a weight matrix [N, K]. The matmul itself is `ops.linear` on what `pack` returns."""
+
+    name: str
+
+    def why_not(self, formats: Sequence[str], numerics: Numerics) -> str | None:
+        """Why these stored formats are not for this scheme; None when they are."""
+
+    def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
+        """The tensors that make up one matrix: suffix of the name -> shape."""
+
+    def pack(
+        self, parts: Sequence[Mapping[str, Stored]], *, formats: Sequence[str], ops: Ops, numerics: Numerics
+    ) -> PackedMatrix:
+        """Packs matrices of equal K, stacked along N. Each part maps the suffixes of `expects` to tensors.
+
+        formats: the stored formats of all matrices that must end in one layout, the parts' own and those of a partner packed apart.
+        """
+
+
+SCHEMES: dict[str, Scheme] = {
+    "gguf": GGUFScheme(),
+    "int4": OnlineScheme(bits=4),
+    "int8": OnlineScheme(bits=8),
+    "plain": PlainScheme(),
+}
+"""In the order in which they are asked."""
+
+
+def choose_scheme(formats: Sequence[str], numerics: Numerics) -> Scheme:
+    """The first scheme that takes these formats; raises UserError with every reason when none does."""
+    reasons = []
+    for scheme in SCHEMES.values():
+        reason = scheme.why_not(formats, numerics)
+        if reason is None:
+            return scheme
+        reasons.append(f"{scheme.name}: {reason}")
+    raise UserError(f"No way to load weights stored as {', '.join(dict.fromkeys(formats))} ({'; '.join(reasons)}).")

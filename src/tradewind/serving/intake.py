@@ -1,0 +1,91 @@
+"""From tokens and sampling values to Requests: the last place where a person can be told that what they ask is not possible.
+
+Knows: the model's limits and end-of-text ids. Refuses to know: text (tokenizer, template) and the queue (engine).
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from tradewind.contract.errors import RequestError
+from tradewind.contract.request import Request, SamplingParams
+
+U64 = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+"""Odd constant of splitmix64 (Steele, Lea, Flood 2014): seeds of samples 2..n are spaced by it."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request is held to."""
+
+    vocab_size: int
+    max_context: int
+    eos_ids: tuple[int, ...]
+
+
+class Intake:
+    """Makes Requests with fresh ids. One per engine; safe to call from several threads."""
+
+    def __init__(self, limits: Limits, *, prefix: str = "req") -> None:
+        self.limits = limits
+        self._prefix = prefix
+        self._numbers = itertools.count(1)
+
+    def requests(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        now_s: float,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> tuple[Request, ...]:
+        """`sampling.n` requests for one prompt, the later ones naming the first as parent. Raises RequestError with exact numbers."""
+        limits = self.limits
+        sampling.check(vocab_size=limits.vocab_size)
+        prompt = tuple(tokens)
+        if not prompt:
+            raise RequestError("the prompt is empty; at least one token is needed")
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
+                raise RequestError(f"prompt token {token!r} is not a token id; the vocabulary has 0 to {limits.vocab_size - 1}")
+        room = limits.max_context - len(prompt)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with at least 1 to generate the limit is {limits.max_context}"
+                f" ({len(prompt) + 1 - limits.max_context} too many)"
+            )
+        wanted = sampling.max_tokens
+        if wanted is not None and wanted > room:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}, {len(prompt) + wanted} together;"
+                f" the limit is {limits.max_context}: ask for at most {room}"
+            )
+        if sampling.min_tokens > (wanted or room):
+            raise RequestError(f"min_tokens is {sampling.min_tokens}, but only {wanted or room} can be generated")
+        first = request_id or f"{self._prefix}-{next(self._numbers)}"
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & U64
+        return tuple(
+            Request(
+                id=first if sample == 0 else f"{first}.{sample}",
+                tokens=prompt,
+                sampling=sampling,
+                max_tokens=room if wanted is None else wanted,
+                eos_ids=limits.eos_ids,
+                seed=(seed + sample * GOLDEN) & U64,
+                priority=priority,
+                tenant=tenant,
+                cache_salt=cache_salt,
+                arrived_s=now_s,
+                deadline_s=deadline_s,
+                parent=first if sample else None,
+            )
+            for sample in range(sampling.n)
+        )

@@ -1,0 +1,234 @@
+"""From a checkpoint to a model: file names -> places -> packed weights.
+
+Knows: which tensor belongs at which place, its shape, and what is missing or left over. Refuses to know: models (they arrive as a row of
+the registry, `Family`), byte layouts (quantization) and devices (ops). Imports no torch. Loading again is the same walk.
+
+    "blk.3.attn_q.weight"                       name in the file
+    "model.layers.3.self_attn.q_proj.weight"    Hugging Face name          family.gguf_names
+    "layers.3.attention.q.weight"               place in the model         family.hf_places
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tradewind.config.card import ModelCard
+from tradewind.config.plan import NumericsPlan
+from tradewind.contract.errors import UserError
+from tradewind.quantization.plain import as_float
+from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
+from tradewind.weights.checkpoint import Checkpoint
+from tradewind.weights.tensor import RawTensor, shown
+
+Progress = Callable[[int, int], None]
+"""(bytes loaded so far, bytes in all)."""
+
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+ModelT = TypeVar("ModelT", covariant=True)
+
+
+class WeightsError(UserError):
+    """A checkpoint whose tensors are not those of its own description."""
+
+
+class FamilyRow(Protocol[ModelT]):
+    """What is asked of a row of the model registry."""
+
+    @property
+    def hf_places(self) -> Mapping[str, str]: ...
+    @property
+    def hf_renames(self) -> Mapping[str, str]: ...
+    @property
+    def gguf_names(self) -> Mapping[str, str]: ...
+    @property
+    def gguf_interleaved(self) -> Mapping[str, str]: ...
+    @property
+    def ignored(self) -> tuple[str, ...]: ...
+
+    def build(self, *, card: ModelCard, ops: Any, weights: Any, attention: Any) -> ModelT:
+        """Constructs the model, which asks `weights` for all it needs."""
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    family: FamilyRow[ModelT],
+    card: ModelCard,
+    ops: Ops,
+    numerics: NumericsPlan | Numerics,
+    attention: Any,
+    progress: Progress | None = None,
+) -> ModelT:
+    """Builds the family's model with the checkpoint's weights, packed for `ops`; the checkpoint is only read.
+
+    Raises WeightsError naming the tensor, what was expected and what was found: for a missing tensor, a wrong shape, an unreadable format,
+    and for tensors that nothing asked for.
+    """
+    loading = _Loading(
+        checkpoint, family=family, card=card, ops=ops,
+        numerics=Numerics(compute=numerics.compute, quantization=numerics.quantization), progress=progress,
+    )  # fmt: skip
+    model = family.build(card=card, ops=ops, weights=PlacedWeights(loading), attention=attention)
+    loading.refuse_surplus()
+    return model
+
+
+class PlacedWeights:
+    """Weights by place, as `layers.build.Weights` asks for them; a view that knows how far inside the model it is."""
+
+    def __init__(self, loading: _Loading, inside: str = "") -> None:
+        self._loading = loading
+        self._inside = inside
+
+    def at(self, place: str) -> PlacedWeights:
+        return PlacedWeights(self._loading, f"{self._inside}{place}.")
+
+    def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> Any:
+        return self._pack(sizes, k=k, layout_of=tuple(sizes), sensitive=sensitive)
+
+    def gated(self, gate: str, up: str, *, n: int, k: int) -> Any:
+        both = (gate, up)
+        return self._loading.ops.pack_gated(
+            self._pack({gate: n}, k=k, layout_of=both), self._pack({up: n}, k=k, layout_of=both)
+        )
+
+    def _pack(self, sizes: dict[str, int], *, k: int, layout_of: tuple[str, ...], sensitive: bool = False) -> Any:
+        """Stacks and packs the matrices at `sizes`, in a layout that suits all of `layout_of`."""
+        loading = self._loading
+        numerics = loading.numerics
+        if sensitive and numerics.quantization == "int4":
+            numerics = Numerics(compute=numerics.compute, quantization="int8")
+        formats = [loading.find(f"{self._inside}{name}.weight").format for name in layout_of]
+        scheme = choose_scheme(formats, numerics)
+        parts = []
+        for name, n in sizes.items():
+            expected = scheme.expects((n, k))
+            parts.append({
+                suffix: loading.take(f"{self._inside}{name}.{suffix}", shape) for suffix, shape in expected.items()
+            })  # fmt: skip
+        return scheme.pack(parts, formats=formats, ops=loading.ops, numerics=numerics)
+
+    def vector(self, sizes: dict[str, int], *, offset: float = 0.0) -> Any:
+        values = as_float([self._loading.take(f"{self._inside}{name}", (size,)) for name, size in sizes.items()])
+        return self._loading.ops.constant(values + np.float32(offset))
+
+    def rows(self, name: str, *, rows: int, cols: int) -> Any:
+        raw = self._loading.take(f"{self._inside}{name}.weight", (rows, cols))
+        return self._loading.ops.row_table(raw.data, raw.format, rows=rows, cols=cols)
+
+
+class _Loading:
+    """One walk through a checkpoint: what lies where, what has been asked for."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        family: FamilyRow[Any],
+        card: ModelCard,
+        ops: Ops,
+        numerics: Numerics,
+        progress: Progress | None,
+    ) -> None:
+        self.ops = ops
+        self.numerics = numerics
+        self._checkpoint = checkpoint
+        self._family = family
+        self._card = card
+        self._progress = progress
+        self._taken: set[str] = set()
+        self._loaded_bytes = 0
+        self._at: dict[str, RawTensor] = {}
+        self._unplaced: list[str] = []
+        for name, tensor in checkpoint.tensors.items():
+            place = place_of(name, family=family, gguf=checkpoint.kind == "gguf")
+            if place is not None:
+                self._at[place] = tensor
+            elif not name.startswith(family.ignored):
+                self._unplaced.append(name)
+        self._all_bytes = sum(tensor.nbytes for tensor in self._at.values())
+
+    def find(self, place: str) -> RawTensor:
+        """The tensor at a place, as it lies in the file."""
+        tensor = self._at.get(place)
+        if tensor is None:
+            raise WeightsError(
+                f"{self._where()} has no tensor '{self._file_name(place)}', which its description asks for; the file is incomplete or "
+                f"describes another model"
+            )
+        return tensor
+
+    def take(self, place: str, shape: tuple[int, ...]) -> RawTensor:
+        """The tensor at a place after checking its shape, with rows in half-split rope order."""
+        tensor = self.find(place)
+        if tensor.shape != shape:
+            raise WeightsError(
+                f"{self._where()}: tensor '{shown(tensor.name)}' has the shape {tensor.shape}; its description asks for {shape}"
+            )
+        if place not in self._taken:
+            self._taken.add(place)
+            self._loaded_bytes += tensor.nbytes
+            if self._progress is not None:
+                self._progress(self._loaded_bytes, self._all_bytes)
+        heads_field = self._family.gguf_interleaved.get(LAYER_NUMBER.sub("{}", place))
+        if heads_field is None or self._checkpoint.kind != "gguf":
+            return tensor
+        return with_half_split_rows(tensor, heads=getattr(self._card, heads_field))
+
+    def refuse_surplus(self) -> None:
+        """Raises WeightsError when the checkpoint holds tensors that nothing asked for."""
+        left = [self._at[place].name for place in self._at.keys() - self._taken]
+        if self._card.tied_embeddings and "head.weight" in self._at:
+            left.remove(self._at["head.weight"].name)  # a copy of the embedding that some writers store
+        surplus = sorted(self._unplaced + left)
+        if surplus:
+            names = ", ".join(f"'{shown(name)}'" for name in surplus[:3]) + (", …" if len(surplus) > 3 else "")
+            raise WeightsError(
+                f"{self._where()} holds {len(surplus)} tensors that a {self._card.family} model of its description has no place for: "
+                f"{names}; loading without them would give another model"
+            )
+
+    def _where(self) -> str:
+        return shown(str(self._checkpoint.path), limit=1000)
+
+    def _file_name(self, place: str) -> str:
+        """What the file would call the tensor at a place."""
+        number = LAYER_NUMBER.search(place)
+        template = LAYER_NUMBER.sub("{}", place)
+        name = next((name for name, held in self._family.hf_places.items() if held == template), template)
+        if self._checkpoint.kind == "gguf":
+            name = next((gguf for gguf, held in self._family.gguf_names.items() if held == name), name)
+        return name.format(number.group()) if number else name
+
+
+def place_of(name: str, *, family: FamilyRow[Any], gguf: bool) -> str | None:
+    """The place in the model of a tensor, by its name in the file; None when the family has none for it."""
+    number = LAYER_NUMBER.search(name)
+    template = LAYER_NUMBER.sub("{}", name, count=1)
+    if gguf:
+        template = family.gguf_names.get(template, "")
+    else:
+        for prefix, instead in family.hf_renames.items():
+            if template.startswith(prefix):
+                template = instead + template.removeprefix(prefix)
+                break
+    place = family.hf_places.get(template)
+    return place if place is None or number is None else place.format(number.group())
+
+
+def with_half_split_rows(tensor: RawTensor, *, heads: int) -> RawTensor:
+    """A q or k tensor with the rows of each head put from interleaved into half-split order: a gather of whole rows of bytes.
+
+        in the file   a0 b0 a1 b1 a2 b2 ...        rope turns the pair (a_i, b_i)
+        returned      a0 a1 a2 ... b0 b1 b2 ...
+    """
+    rows = tensor.shape[0]
+    order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    data: NDArray[np.uint8] = tensor.data.reshape(rows, -1)[order].reshape(-1)
+    return replace(tensor, data=data)
