@@ -10,6 +10,7 @@ Knows: which part needs which. Refuses to know: how any part works, and what peo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +25,19 @@ from tradewind.config.resolve import resolve
 from tradewind.contract.errors import UserError
 from tradewind.contract.events import Sink
 from tradewind.contract.executor import Executor
-from tradewind.engine.client import Client
+from tradewind.engine.client import LocalClient
 from tradewind.engine.loop import EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.kernels.ops import Ops
 from tradewind.phases import Phases
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.tokenizer import TextTokenizer
-from tradewind.simulate.clock import Clock, RealClock
 from tradewind.weights.checkpoint import Checkpoint, open_checkpoint
 from tradewind.weights.fetch import Progress
 from tradewind.weights.lookup import find_model
+
+SHOWN_BYTES = 400_000_000
+"""Loading less than this takes under a second, too short for a progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +57,7 @@ class Engine:
     tokenizer: TextTokenizer
     template: ChatTemplate | UserError
     """How to speak to the model in turns, or why that is not known."""
-    client: Client
+    client: LocalClient
     phases: Phases
     checkpoint_path: Path
     notices: tuple[str, ...] = ()
@@ -115,20 +118,39 @@ def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
     else:
         notice = ""
     from tradewind.kernels.plain import PlainOps
+    from tradewind.quantization.blocks import dequantise
 
-    return PlainOps(), (notice,) if notice else ()
+    return PlainOps(read_blocks=dequantise), (notice,) if notice else ()
 
 
 def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progress | None = None) -> Executor:
     """Weights, pages and the runner: the whole device wing behind its protocol."""
+    from tradewind.attention.backend import choose_backend
     from tradewind.device.kv import KVStorage
+    from tradewind.models.registry import family_of
     from tradewind.runner.executor import LocalExecutor
     from tradewind.runner.runner import StepRunner
     from tradewind.weights.load import load_model
 
     plan = planned.plan
     with phases("weights"):
-        model = load_model(planned.checkpoint, plan.card, ops, plan.numerics, progress)
+        backend = choose_backend(plan.cache.groups, plan.hardware, ops=ops)
+        shown = progress if planned.checkpoint.nbytes >= SHOWN_BYTES else None
+        if shown is not None:
+            shown.start(f"loading {plan.model}", planned.checkpoint.nbytes)
+        try:
+            model = load_model(
+                planned.checkpoint,
+                family=family_of(plan.card),
+                card=plan.card,
+                ops=ops,
+                numerics=plan.numerics,
+                attention=backend,
+                progress=None if shown is None else lambda done, total: shown.advance_to(done),
+            )
+        finally:
+            if shown is not None:
+                shown.finish()
     with phases("pages"):
         storage = KVStorage(ops, plan.cache.groups, plan.cache.pages)
         runner = StepRunner(
@@ -139,6 +161,8 @@ def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progr
             max_running=plan.schedule.max_running,
             max_tokens_per_step=plan.schedule.max_tokens_per_step,
             max_context=plan.schedule.max_context,
+            vocab_size=plan.card.vocab_size,
+            hidden=plan.card.hidden,
             tape=plan.numerics.tape and hasattr(ops, "record"),
         )
     return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=getattr(ops, "close", None))
@@ -149,7 +173,6 @@ def build_engine(
     *,
     progress: Progress | None = None,
     sinks: Sequence[Sink] = (),
-    clock: Clock | None = None,
     began_s: float | None = None,
 ) -> Engine:
     """Everything, ready to take requests. Starts no thread of the engine; the client does when it is asked to."""
@@ -174,15 +197,9 @@ def build_engine(
             raise tokenizer
         template = _template(tokenizer)
     with phases("engine"):
-        clock = clock or RealClock()
-        scheduler = Scheduler(
-            plan.schedule,
-            groups=plan.cache.groups,
-            pages=plan.cache.pages,
-            prefix_cache=plan.cache.prefix_cache,
-        )
-        loop = EngineLoop(scheduler, executor, clock=clock, sinks=sinks)
-        client = Client(loop)
+        scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
+        loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
+        client = LocalClient(loop)
     return Engine(
         plan=plan,
         tokenizer=tokenizer,

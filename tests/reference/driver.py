@@ -7,6 +7,7 @@ reading one shows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class Driver:
         self.ops.gather_rows(hidden, self.index, out=self.gathered, count=count)
         self.model.logits(self.gathered, out=self.logits, count=count)
         logits = self.ops.host(self.logits)[: len(ids)].copy()
-        return [logits[begin:end] for begin, end in zip(starts, starts[1:], strict=False)]
+        return [logits[begin:end] for begin, end in pairwise(starts)]
 
     def _provide(self, sequence: int, *, first: int, last: int) -> None:
         """Pages for positions up to `last`; windows give back what no token from `first` on can see."""

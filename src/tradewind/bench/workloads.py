@@ -72,4 +72,6 @@ def chat_mix(ids: Sequence[int], *, requests: int, max_context: int, seed: int =
         start = draw.randrange(len(ids) - length)
         prompts.append(tuple(ids[start : start + length]))
         outputs.append(answer)
-    return Workload(name="chat", title=f"{requests} chat-like requests", prompts=tuple(prompts), new_tokens=tuple(outputs))
+    return Workload(
+        name="chat", title=f"{requests} chat-like requests", prompts=tuple(prompts), new_tokens=tuple(outputs)
+    )

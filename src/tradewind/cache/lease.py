@@ -29,6 +29,10 @@ PageEdit = tuple[int, int, int]
 """(group, page index, page id): an entry of the page table that the device must be told."""
 
 
+NEVER = 2**31 - 1
+"""A position that no sequence reaches."""
+
+
 class KVCache:
     """Pools, tree and rules of all groups; written by leases, asked by the scheduler."""
 
@@ -67,12 +71,12 @@ class KVCache:
         """By group, pages that some lease holds; idle pages of the tree do not count."""
         return tuple(pool.leased + pool.pinned for pool in self.pools)
 
-    def check(self) -> None:
-        """Recounts everything and raises AssertionError where it does not add up; for tests."""
+    def check(self, *, retiring: frozenset[tuple[int, int]] = frozenset()) -> None:
+        """Recounts everything and raises AssertionError where it does not add up; for tests. `retiring`: see `RadixTree.check`."""
         for pool, promised in zip(self.pools, self.promised, strict=True):
             pool.check()
             assert promised >= 0, "a negative promise"
-        self.tree.check()
+        self.tree.check(retiring=retiring)
 
 
 class PageLease:
@@ -205,6 +209,13 @@ class PageLease:
                     self.edits.append((group, index, NULL_PAGE))
                     self._hold(group, -1)
             self._dropped[group] = max(self._dropped[group], upto)
+
+    def next_slide(self) -> int:
+        """The position from which on `slide` would drop a page; far away when no group slides. Changes nothing."""
+        cache = self._cache
+        return min(
+            (cache.rules[group].drops_at(self._dropped[group] + 1) for group in cache.sliding), default=NEVER
+        )
 
     def reclaimable(self) -> list[int]:
         """By group, pages that become free or idle when this lease is released; changes nothing."""

@@ -33,6 +33,9 @@ class GroupRule(Protocol):
     def droppable(self, position: int) -> int:
         """How many leading pages no token from `position` on reads any more."""
 
+    def drops_at(self, pages: int) -> int:
+        """The first position from which on that many leading pages are droppable."""
+
     def peak_pages(self, tokens: int, *, burst_tokens: int) -> int:
         """Most pages held at once while `tokens` positions are computed in order, at most `burst_tokens` of them uncollected."""
 
@@ -51,6 +54,9 @@ class FullRule:
 
     def droppable(self, position: int) -> int:
         return 0
+
+    def drops_at(self, pages: int) -> int:
+        return 2**31 - 1
 
     def peak_pages(self, tokens: int, *, burst_tokens: int) -> int:
         return -(-tokens // self.page_tokens)
@@ -74,6 +80,9 @@ class WindowRule:
 
     def droppable(self, position: int) -> int:
         return max(0, position - self.window + 1) // self.page_tokens
+
+    def drops_at(self, pages: int) -> int:
+        return pages * self.page_tokens + self.window - 1
 
     def peak_pages(self, tokens: int, *, burst_tokens: int) -> int:
         everything = -(-tokens // self.page_tokens)

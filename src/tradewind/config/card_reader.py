@@ -7,7 +7,7 @@ arithmetic (models). What is missing, ill-typed, impossible or not supported is 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -381,12 +381,7 @@ def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors |
 def same_in_all_layers(fields: Fields, field: str, *, default: int | None) -> int:
     """A size that GGUF may give once or per layer; layers that differ are refused."""
     value = fields.values.get(field)
-    if (
-        value is not None
-        and plain_int(value) is None
-        and isinstance(value, Sequence)
-        and not isinstance(value, str | bytes)
-    ):
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         sizes = {plain_int(item) for item in value}
         size = next(iter(sizes), None)
         if len(sizes) != 1 or size is None or size < 1:
@@ -434,7 +429,9 @@ def gguf_rope(fields: Fields, *, arch: str, head_dim: int, positions: int, tenso
         return llama3_from_factors(fields, tensors["rope_freqs.weight"], theta=theta, rotary=rotary, dims=dims)
     prefix = f"{arch}.rope.scaling"
     kind = fields.word(f"{prefix}.type", default="linear" if fields.has(f"{arch}.rope.scale_linear") else "none")
-    factor_key = f"{prefix}.factor" if fields.has(f"{prefix}.factor") else f"{arch}.rope.scale_linear"
+    factor_key = (
+        f"{prefix}.factor" if kind != "linear" or fields.has(f"{prefix}.factor") else f"{arch}.rope.scale_linear"
+    )
     if kind == "none":
         return RopeFacts(theta=theta, rotary_dims=dims)
     if kind == "linear":

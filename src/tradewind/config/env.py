@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where downloads and measured facts are kept: $XDG_CACHE_HOME/tradewind, by default ~/.cache/tradewind."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "tradewind"
+    """Where downloads and measured facts are kept: $XDG_CACHE_HOME/tradewind, by default ~/.cache/tradewind.
+
+    A relative $XDG_CACHE_HOME is ignored, as the XDG base directory specification asks. Without a home folder it is the temporary folder.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():
+        return base / "tradewind"
+    try:
+        return Path.home() / ".cache" / "tradewind"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "tradewind-cache"
 
 
 def compiler() -> str | None:

@@ -102,7 +102,10 @@ def plain_int(value: object) -> int | None:
     """The value as int where it is a whole number (numpy's too, never a bool), else None."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None
-    return int(value.__index__())
+    try:
+        return int(value.__index__())
+    except TypeError:  # an array
+        return None
 
 
 def plain_float(value: object) -> float | None:

@@ -471,8 +471,15 @@ def choose_step(
     elif tpot_ms is not None:
         fitting = int(tpot_ms / 1000 / step_seconds(card, hardware, tokens=1)) // 16 * 16
         if fitting < tokens:
-            tokens, rejected = max(16, fitting), f"{tokens}: longer than the wanted {tpot_ms:g} ms between tokens"
-            why = f"about {tpot_ms:g} ms a step at the measured matmul speed"
+            tokens, rejected = (
+                max(16, fitting),
+                f"{tokens}: a full step would take longer than the wanted {tpot_ms:g} ms between tokens",
+            )
+            why = (
+                "a prompt's chunk should not hold up a running answer"
+                if fitting >= 16
+                else "the fewest that make a worthwhile matmul"
+            )
     if means.max_tokens_per_step is None and means.max_running is not None and means.max_running > tokens:
         tokens, why, rejected = (
             means.max_running,
@@ -480,7 +487,7 @@ def choose_step(
             "",
         )
     took = 1000 * step_seconds(card, hardware, tokens=tokens)
-    why += f"; about {took:.0f} ms when full, by float32 speed"
+    why += f"; about {took:.1f} ms when full, by the measured float32 speed"
     return tokens, Reason(
         choice="max_tokens_per_step",
         value=str(tokens),

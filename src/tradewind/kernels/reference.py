@@ -59,11 +59,14 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def round_activations(x: Tensor) -> Tensor:
-    """x as an int8 matmul sees it: each 32 neighbours of a row rounded to whole multiples of absmax / 127."""
+    """x as an int8 matmul sees it: each 32 neighbours of a row rounded to whole multiples of absmax / 127, ties to even.
+
+    A group whose absmax is under 1e-30 is zeros.
+    """
     groups = x.reshape(*x.shape[:-1], -1, ACTIVATION_GROUP)
-    scale = groups.abs().amax(-1, keepdim=True) / 127
-    inverse = torch.where(scale > 0, 1 / scale, torch.zeros_like(scale))
-    return ((groups * inverse).round() * scale).reshape(x.shape)
+    absmax = groups.abs().amax(-1, keepdim=True)
+    rounded = (groups * (127 / absmax)).round() * (absmax / 127)
+    return torch.where(absmax < 1e-30, torch.zeros_like(groups), rounded).reshape(x.shape)
 
 
 # ------------------------------------------------------------------------------------------------- rope and attention
@@ -268,10 +271,10 @@ def kept_probabilities(scores: Tensor, *, top_k: int = 0, top_p: float = 1.0, mi
     return kept
 
 
-def philox(seed: int, position: int) -> tuple[int, int, int, int]:
-    """Philox4x32-10 with key = seed and counter = position, low halves first (Salmon et al. 2011, table 2)."""
-    c0, c1, c2, c3 = position & MASK32, position >> 32 & MASK32, 0, 0
-    k0, k1 = seed & MASK32, seed >> 32 & MASK32
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four random 32-bit words, a function of counter and key and nothing else (Salmon et al. 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for _ in range(10):
         a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & MASK32, (a >> 32) ^ c3 ^ k1, a & MASK32
@@ -280,8 +283,8 @@ def philox(seed: int, position: int) -> tuple[int, int, int, int]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The one random number of a draw, a float64 in (0, 1]: a function of seed and position and nothing else."""
-    high, low, _, _ = philox(seed, position)
+    """The one random number of a draw, a float64 in (0, 1], from the first two words of Philox with key seed and counter position."""
+    high, low, _, _ = philox((position & MASK32, position >> 32 & MASK32, 0, 0), (seed & MASK32, seed >> 32 & MASK32))
     return ((high << 32 | low) + 0.5) / 2.0**64
 
 

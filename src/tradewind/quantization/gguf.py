@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tradewind.kernels.ops import PackedMatrix
-from tradewind.quantization.blocks import BLOCKS, ScaleMin, as_scale_min
+from tradewind.quantization.blocks import BLOCKS, as_scale_min
 
 if TYPE_CHECKING:
+    from tradewind.quantization.blocks import ScaleMin
     from tradewind.quantization.scheme import Numerics, Ops, Stored
 
 BITS: dict[str, int] = {
@@ -61,7 +62,7 @@ class GGUFScheme:
 
 
 def quants_of(tensor: Stored, *, group: int) -> ScaleMin:
-    """Quants [N, K], scale and minimum [N, K / group] of a block tensor; `group` divides the format's own."""
+    """ScaleMin [N, K], scale and minimum [N, K / group] of a block tensor; `group` divides the format's own."""
     n, k = tensor.shape
     quants, scale, minimum, own = as_scale_min(tensor.data, tensor.format)
     scale, minimum = (np.repeat(values.reshape(n, -1), own // group, axis=1) for values in (scale, minimum))

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tradewind.kernels.ops import PackedMatrix
-from tradewind.quantization.blocks import ScaleMin
 from tradewind.quantization.plain import PlainScheme, as_float
 
 if TYPE_CHECKING:
+    from tradewind.quantization.blocks import ScaleMin
     from tradewind.quantization.scheme import Numerics, Ops, Stored
 
 GROUP = 32

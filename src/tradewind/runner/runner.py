@@ -24,24 +24,12 @@ from tradewind.contract.step import Ints, RowLogprobs, Step, StepResult, TokenLo
 from tradewind.device.batch import ForwardBatch, Scratch
 from tradewind.device.layout import StepArrays, lay_out
 from tradewind.device.slots import Slots
-from tradewind.kernels.ops import Count, KVLayer, Ops, PagedRows, Tensor
+from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
+from tradewind.models.registry import Model
 from tradewind.sampling.columns import SlotSampling
 from tradewind.sampling.logprobs import LogprobArrays
 
 NOT_FINITE = "the model's logits are not finite"
-
-
-class Model(Protocol):
-    """What the runner needs of a model family."""
-
-    vocab_size: int
-    hidden: int
-
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states after the last norm, [T, E]."""
-
-    def logits(self, rows: Tensor, *, out: Tensor, count: Count, scratch: Scratch) -> None:
-        """Rows [L, E] of hidden states -> logits [L, V]."""
 
 
 class Recorder(Protocol):
@@ -63,6 +51,8 @@ class StepRunner:
         max_running: int,
         max_tokens_per_step: int,
         max_context: int,
+        vocab_size: int,
+        hidden: int,
         tape: bool,
         head_rows: int = 32,
     ) -> None:
@@ -81,8 +71,8 @@ class StepRunner:
         self._head_count = np.zeros(1, np.int32)
         self._head_index = ops.constant(np.zeros(head_rows, np.int32))
         self._head_index_host = ops.host(self._head_index)
-        self._head_hidden = ops.empty((head_rows, model.hidden), "f32")
-        self._logits = ops.empty((head_rows, model.vocab_size), "f32")
+        self._head_hidden = ops.empty((head_rows, hidden), "f32")
+        self._logits = ops.empty((head_rows, vocab_size), "f32")
         self._sampled = ops.constant(np.zeros(head_rows, np.int32))
 
     def _forward_batch(self) -> ForwardBatch:
@@ -183,7 +173,7 @@ class StepRunner:
 
     def _head_ops(self) -> None:
         self._ops.gather_rows(self._hidden, self._head_index, out=self._head_hidden, count=self._head_count)
-        self._model.logits(self._head_hidden, out=self._logits, count=self._head_count, scratch=self._batch.scratch)
+        self._model.logits(self._head_hidden, out=self._logits, count=self._head_count)
 
     def _choose(self, step: Step) -> tuple[Ints, dict[int, RowLogprobs], dict[int, str]]:
         """Logits, logprobs and one token for every row that wants them: (token per row or -1, logprobs, failures)."""

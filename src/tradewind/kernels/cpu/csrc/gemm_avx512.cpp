@@ -19,7 +19,9 @@ namespace {
 
 template <int ROWS>
 inline __attribute__((always_inline)) void store_tile(const __m512 (&sum)[2][ROWS], float* acc) {
+#pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
         for (int b = 0; b < 2; ++b) _mm512_store_ps(acc + m * STRIP + b * 16, sum[b][m]);
 }
 
@@ -332,7 +334,9 @@ void tile_bf16(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint
             sum[1][m] = _mm512_dpbf16_ps(sum[1][m], b, two);
         }
     }
+#pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
         for (int b = 0; b < 2; ++b) _mm512_store_ps(acc + m * STRIP + b * 16, sum[b][m]);
 }
 TW_ROWS(tile_bf16)

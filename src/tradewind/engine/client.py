@@ -1,0 +1,277 @@
+"""Requests in, tokens out, in this process: in the caller's thread, or with the engine in a thread of its own.
+
+Knows: which handle waits for which request. Refuses to know: text, scheduling. Between client and loop pass only frozen orders
+(`engine.loop.Order`) one way and reports (`engine.columns.Report`) the other, so that a process border can be put there.
+
+      synchronous     for event in handle  ->  the caller's thread runs the engine until the event is there
+      threaded        start() ... close()  ->  a thread runs it; handles may be read from any thread or by asyncio
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from types import TracebackType
+
+from tradewind.contract.errors import EngineDeadError, RequestError
+from tradewind.contract.events import FinishReason, TokensOut
+from tradewind.contract.request import Request
+from tradewind.engine.columns import Report, StepTokens
+from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish
+
+
+class Handle:
+    """One request's answer as it comes. Read by one reader; written by the client."""
+
+    def __init__(self, client: LocalClient, request: Request, *, stream: bool) -> None:
+        self.request = request
+        self.stream = stream
+        self.tokens: list[int] = []
+        """Every token so far."""
+        self.last: TokensOut | None = None
+        """The event that ended it."""
+        self._client = client
+        self._events: deque[TokensOut] = deque()
+        self._wake: Callable[[], object] | None = None
+        self._async: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.last is not None
+
+    def cancel(self) -> None:
+        """Asks for the end; the last event follows with finish "abort" unless it ended otherwise before."""
+        self._client.cancel(self.request.id)
+
+    def finish(self, reason: FinishReason = "stop") -> None:
+        """Says that the text is complete (a stop string was found)."""
+        self._client.finish(self.request.id, reason=reason)
+
+    def __iter__(self) -> Iterator[TokensOut]:
+        """The events, the one with `finish` last; with stream=False only that one."""
+        while True:
+            event = self._next()
+            yield event
+            if event.finish is not None:
+                return
+
+    def take(self) -> list[TokensOut]:
+        """The events that are there and were not read yet; does not wait, and the last one carries `finish`."""
+        taken = list(self._events)
+        self._events.clear()
+        return taken
+
+    def result(self) -> TokensOut:
+        """Waits for the end and returns its event; all tokens are in `tokens`."""
+        while self.last is None:
+            self._next()
+        return self.last
+
+    def _next(self) -> TokensOut:
+        if not self._client.threaded:
+            while not self._events:
+                self._client.drive()
+            return self._events.popleft()
+        ready = threading.Event()
+        self._wake = ready.set
+        try:
+            while not self._events:
+                ready.wait()
+                ready.clear()
+        finally:
+            self._wake = None
+        return self._events.popleft()
+
+    async def __aiter__(self) -> AsyncIterator[TokensOut]:
+        """The same for asyncio; the client must have been started."""
+        if not self._client.threaded:
+            raise RuntimeError("asyncio needs the engine in its own thread: call start() on the client first")
+        ready = asyncio.Event()
+        self._async = (asyncio.get_running_loop(), ready)
+        try:
+            while True:
+                while not self._events:
+                    await ready.wait()
+                    ready.clear()
+                event = self._events.popleft()
+                yield event
+                if event.finish is not None:
+                    return
+        finally:
+            self._async = None
+
+
+class LocalClient:
+    """Submits requests to an engine in this process; a context manager that leaves no thread behind."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._handles: dict[str, Handle] = {}
+        self._work = threading.Event()
+        self._stop = False
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def threaded(self) -> bool:
+        return self._thread is not None
+
+    def submit(self, request: Request, *, stream: bool = True) -> Handle:
+        """Queues a request. Raises RequestError or LimitError when it can never run, EngineDeadError when nothing can.
+
+        With stream=False only the last event is kept; `Handle.tokens` has the whole answer either way.
+        """
+        handle = Handle(self, request, stream=stream)
+        self._loop.check(request)
+        with self._lock:
+            if self._closed:
+                raise EngineDeadError("the engine was closed")
+            if request.id in self._handles:
+                raise RequestError(f"a request with the id '{request.id}' is already there: ids must differ")
+            self._handles[request.id] = handle
+            self._loop.post(Add(request))
+        self._work.set()
+        return handle
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request with "abort"; does nothing when it is over."""
+        self._loop.post(Cancel(request_id))
+        self._work.set()
+
+    def finish(self, request_id: str, *, reason: FinishReason = "stop") -> None:
+        """Ends a request because its text is complete; does nothing when it is over."""
+        self._loop.post(Finish(request_id, reason))
+        self._work.set()
+
+    def run(self, requests: Iterable[Request]) -> list[Handle]:
+        """Submits all and waits until all have ended; the handles in the same order."""
+        handles = [self.submit(request, stream=False) for request in requests]
+        for handle in handles:
+            handle.result()
+        return handles
+
+    # -- driving -----------------------------------------------------------------------------------------------------
+
+    def drive(self) -> bool:
+        """Runs one turn in the caller's thread; whether there is more to do. Not while the engine has its own thread."""
+        assert self._thread is None, "the engine runs in its own thread"
+        if not self._loop.busy:
+            if self._handles:
+                raise EngineDeadError(self._loop.dead or "the engine has nothing to do, but requests are open")
+            return False
+        self._turn()
+        return self._loop.busy
+
+    def _turn(self) -> None:
+        try:
+            self._deliver(self._loop.run_once())
+        except Exception:
+            self._fail_open()
+            raise
+
+    def start(self) -> LocalClient:
+        """Gives the engine a thread of its own; `close` ends it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tradewind-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._work.clear()
+            if self._loop.busy:
+                try:
+                    self._deliver(self._loop.run_once())
+                except Exception:  # run_once recorded why in loop.dead; every reader is told with that text
+                    self._fail_open()
+                    return
+            else:
+                self._work.wait()
+        self._deliver(self._loop.close())
+
+    def _fail_open(self) -> None:
+        """Ends handles whose last event will never come."""
+        why = self._loop.dead or "the engine stopped"
+        with self._lock:
+            self._closed = True
+            ended: list[Report] = [
+                TokensOut(
+                    request_id=request_id,
+                    at_s=0.0,
+                    tokens=(),
+                    finish="error",
+                    error=why,
+                    prompt_tokens=len(handle.request.tokens),
+                    generated_tokens=len(handle.tokens),
+                )
+                for request_id, handle in self._handles.items()
+            ]
+        self._deliver(ended)
+
+    def _deliver(self, reports: list[Report]) -> None:
+        waking: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        handles = self._handles
+        for report in reports:
+            if isinstance(report, StepTokens):
+                for place, (request_id, token) in enumerate(zip(report.ids, report.tokens.tolist(), strict=True)):
+                    handle = handles.get(request_id)
+                    if handle is not None:
+                        handle.tokens.append(token)
+                        if handle.stream:
+                            self._push(handle, report.one(place), waking)
+            elif isinstance(report, TokensOut):
+                handle = handles.get(report.request_id)
+                if handle is None:
+                    continue
+                handle.tokens.extend(report.tokens)
+                if report.finish is not None:
+                    handle.last = report
+                    del handles[report.request_id]
+                if handle.stream or report.finish is not None:
+                    self._push(handle, report, waking)
+        for loop, events in waking.items():
+            try:
+                loop.call_soon_threadsafe(_set_all, events)
+            except RuntimeError:  # that asyncio loop was closed: its readers are gone
+                continue
+
+    @staticmethod
+    def _push(
+        handle: Handle, event: TokensOut, waking: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]
+    ) -> None:
+        handle._events.append(event)
+        wake, waiter = handle._wake, handle._async
+        if wake is not None:
+            wake()
+        if waiter is not None:
+            waking.setdefault(waiter[0], []).append(waiter[1])
+
+    def close(self) -> None:
+        """Ends open requests with "abort", the thread, and the executor. A second call does nothing."""
+        with self._lock:
+            already, self._closed = self._closed and self._stop, True
+            self._stop = True
+        if already:
+            return
+        self._work.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._deliver(self._loop.close())
+        if self._handles:
+            self._fail_open()
+
+    def __enter__(self) -> LocalClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()

@@ -1,0 +1,50 @@
+"""Requests that can never run, refused when they arrive.
+
+Knows: the arithmetic of need and have. Refuses to know: what is running now. Pure.
+"""
+
+from __future__ import annotations
+
+from tradewind.cache.lease import KVCache
+from tradewind.contract.errors import LimitError, RequestError
+from tradewind.contract.request import Request
+
+
+def check_fits(request: Request, *, cache: KVCache, max_context: int, burst_tokens: int) -> None:
+    """Raises RequestError or LimitError when the request could not run even alone; changes nothing."""
+    prompt = len(request.tokens)
+    if prompt == 0:
+        raise RequestError("the prompt is empty: give at least one token")
+    if request.max_tokens < 1:
+        if prompt >= max_context:
+            raise LimitError(
+                f"the prompt has {prompt} tokens but the context limit is {max_context}, which leaves no room for an answer: "
+                f"shorten the prompt by at least {prompt - max_context + 1} tokens"
+            )
+        raise RequestError(f"max_tokens is {request.max_tokens}: ask for at least 1 token")
+    if prompt + request.max_tokens > max_context:
+        raise LimitError(
+            f"the prompt has {prompt} tokens and up to {request.max_tokens} are asked for, together {prompt + request.max_tokens}, "
+            f"but the context limit is {max_context}: {prompt + request.max_tokens - max_context} tokens over; "
+            + (
+                f"shorten the prompt by at least {prompt - max_context + 1} tokens"
+                if prompt >= max_context
+                else f"lower max_tokens to at most {max_context - prompt} or shorten the prompt"
+            )
+        )
+    positions = prompt + request.max_tokens - 1
+    for group, need in enumerate(cache.peak_pages(positions, burst_tokens=burst_tokens)):
+        have = cache.pools[group].total - 1
+        if need > have:
+            size = cache.page_tokens
+            fits = have * size + 1 - prompt
+            advice = (
+                f"lower max_tokens to at most {fits}"
+                if fits >= 1
+                else f"shorten the prompt by at least {prompt - have * size} tokens"
+            )
+            raise LimitError(
+                f"the prompt has {prompt} tokens and up to {request.max_tokens} are asked for, which needs {positions} tokens "
+                f"({need} pages) of cache, but the cache holds {have * size} tokens ({have} pages): "
+                f"{positions - have * size} tokens ({need - have} pages) short; {advice}, or give the cache more memory"
+            )

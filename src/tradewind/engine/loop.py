@@ -1,0 +1,184 @@
+"""The engine's heartbeat: takes orders, lets the scheduler decide, submits, collects, tells what happened.
+
+Knows: the order of the verbs, so that the host decides while the device works. Refuses to know: who sends orders and reads reports.
+
+      run_once, one step in flight beside the one being decided:
+
+          orders -> decide N+1 -> submit N+1 -> collect N -> absorb N -> reports
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tradewind.contract.errors import EngineDeadError, UserError
+from tradewind.contract.events import FinishReason, Sink, TokensOut
+from tradewind.contract.executor import Executor
+from tradewind.contract.request import Request
+from tradewind.engine.columns import Report, spelled_out
+from tradewind.engine.limits import check_fits
+from tradewind.engine.scheduler import Scheduler
+
+FRUITLESS = 4
+"""So many decisions in a row without a step, with requests open and nothing flying, mean that the scheduler is stuck."""
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """Order: queue a request."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Order: end a request with "abort"."""
+
+    request_id: str
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Order: end a request whose text reached a stop string."""
+
+    request_id: str
+    reason: FinishReason = "stop"
+
+
+Order = Add | Cancel | Finish
+
+
+class EngineLoop:
+    """Owns scheduler and executor. `post` may be called from any thread, everything else from one."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float],
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._sinks = tuple(sinks)
+        self._orders: deque[Order] = deque()
+        self._fruitless = 0
+        self._closed = False
+        self.dead: str | None = None
+        """Why no step can be done any more."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `run_once` has something to do; may be read from any thread."""
+        return bool(self._orders) or not self.scheduler.idle
+
+    def check(self, request: Request) -> None:
+        """Raises what `add` would raise for a request that can never run; changes nothing, may be called from any thread."""
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        scheduler = self.scheduler
+        check_fits(
+            request,
+            cache=scheduler.cache,
+            max_context=scheduler.schedule.max_context,
+            burst_tokens=scheduler.burst_tokens,
+        )
+
+    def post(self, order: Order) -> None:
+        """Leaves an order for the next `run_once`; thread-safe, does not wait."""
+        self._orders.append(order)
+
+    def run_once(self) -> list[Report]:
+        """One turn: at most one step decided and at most one collected. Returns the reports, in order.
+
+        When the executor dies every open request ends with "error" and `dead` says why; a bug ends them the same way and is raised.
+        """
+        try:
+            reports = self._turn()
+        except EngineDeadError as error:
+            reports = self._die(str(error))
+        except Exception as error:
+            self._tell(self._die(f"{type(error).__name__}: {error}"))
+            raise
+        self._tell(reports)
+        return reports
+
+    def _turn(self) -> list[Report]:
+        scheduler = self.scheduler
+        refused = self._take_orders()
+        if self.dead is not None:
+            return [*refused, *self._die(self.dead)]
+        if scheduler.flying < scheduler.schedule.steps_in_flight:
+            step = scheduler.decide(self._clock())
+            if step is not None:
+                self._fruitless = 0
+                self._executor.submit(step)
+            elif not scheduler.flying and scheduler.unfinished:
+                self._fruitless += 1
+                assert self._fruitless < FRUITLESS, f"stuck: {scheduler.unfinished} requests open and none can go on"
+                return [*refused, *scheduler.take_reports()]
+            if step is not None and scheduler.flying < scheduler.schedule.steps_in_flight:
+                return [*refused, *scheduler.take_reports()]
+        if scheduler.flying:
+            result = self._executor.collect()
+            return [*refused, *scheduler.absorb(result, self._clock())]
+        return [*refused, *scheduler.take_reports()]
+
+    def _take_orders(self) -> list[Report]:
+        refused: list[Report] = []
+        while self._orders:
+            order = self._orders.popleft()
+            now = self._clock()
+            if isinstance(order, Add):
+                try:
+                    self.scheduler.add(order.request, now)
+                except UserError as error:
+                    refused.append(
+                        TokensOut(
+                            request_id=order.request.id,
+                            at_s=now,
+                            tokens=(),
+                            finish="error",
+                            error=str(error),
+                            prompt_tokens=len(order.request.tokens),
+                        )
+                    )
+            elif isinstance(order, Cancel):
+                self.scheduler.cancel(order.request_id, now)
+            else:
+                self.scheduler.finish(order.request_id, now, reason=order.reason)
+        return refused
+
+    def _die(self, why: str) -> list[Report]:
+        self.dead = why
+        self.scheduler.fail_all(self._clock(), error=why)
+        return self.scheduler.take_reports()
+
+    def _tell(self, reports: list[Report]) -> None:
+        if self._sinks and reports:
+            for event in spelled_out(reports):
+                for sink in self._sinks:
+                    sink.take(event)
+
+    def close(self) -> list[Report]:
+        """Ends open requests with "abort", waits for what flies, closes the executor. A second call does nothing."""
+        if self._closed:
+            return []
+        self._closed = True
+        reports: list[Report] = []
+        scheduler = self.scheduler
+        if self.dead is None:
+            reports += self._take_orders()
+            scheduler.cancel_all(self._clock())
+            try:
+                while scheduler.flying:
+                    reports += scheduler.absorb(self._executor.collect(), self._clock())
+            except Exception as error:  # closing: the executor may be gone already, and the requests have ended
+                reports += self._die(f"{type(error).__name__}: {error}")
+            self.dead = self.dead or "the engine was closed"
+        reports += scheduler.take_reports()
+        self._tell(reports)
+        self._executor.close()
+        return reports

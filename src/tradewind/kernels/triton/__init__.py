@@ -1,0 +1,12 @@
+"""Triton kernels for NVIDIA GPUs (Hopper first): tensors in, tensors out, written to caller-owned buffers.
+
+Knows: shapes, dtypes, physical layouts, launch grids. Refuses to know: models, schedules, who owns a page.
+Every launch is safe inside a CUDA graph: sizes that change from step to step (live rows, lengths, page tables) are read from device memory,
+grids have static upper bounds and programs without work leave early. Plain-torch truths: kernels/reference.py. Tuned constants: tuning.py.
+
+Programmatic dependent launch (`pdl=True`): a kernel lets its successor start at once and waits for its predecessor before the first load of
+anything that a kernel wrote. What it loads before that wait are weights only. *Every* kernel of a chain launched with pdl waits, so the end
+of a kernel implies the end of all before it.
+
+Physical KV layout of this op set: k and v are [pages, G, B, D]; one head of a page is one contiguous piece.
+"""

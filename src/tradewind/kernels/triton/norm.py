@@ -1,0 +1,96 @@
+"""Residual add, RMS norm and optional per-token FP8 quantisation in one pass over a row.
+
+Knows: the row arithmetic. Refuses to know: which norm of which layer this is.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tradewind.kernels.triton.launch import FP8, launch_options, let_next_start, pow2, wait_for_previous
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, scale_ptr, count_ptr, E, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANT: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    x = tl.load(x_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        tl.store(x_ptr + row * E + column, x.to(x_ptr.dtype.element_ty), mask=inside)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps) * weight
+    if QUANT:
+        scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-10) / 448.0
+        y = tl.clamp(y / scale, -448.0, 448.0)
+        tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * E + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_rms_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    out: Tensor,
+    scale: Tensor | None = None,
+    count: Tensor | None = None,
+    pdl: bool = False,
+    warps: int | None = None,
+) -> None:
+    """x += delta (in place, when given); out = x / rms(x) * weight.
+
+    x [T, E] float32 or bf16, delta [T, E] bf16 or float32 (may be `out`), weight [E], out [T, E] bf16, or e4m3 with `scale` float32 [T]
+    (value = scale * out, scale = absmax / 448). count: int32 [1] on the device, rows beyond it are left alone. The norm sees the residual
+    as it is stored. Sums in float32. Source: Zhang & Sennrich 2019.
+    """
+    tokens, width = x.shape
+    assert (out.dtype == FP8) == (scale is not None), "an FP8 output has a scale, others have none"
+    block = pow2(width)
+    _add_rms_norm_kernel[(tokens,)](
+        x, delta if delta is not None else x, weight, out, scale if scale is not None else x, count if count is not None else x, width, eps,
+        BLOCK=block, ADD=delta is not None, QUANT=scale is not None, COUNTED=count is not None,
+        **launch_options(pdl=pdl, warps=warps or max(1, min(16, block // 512))),
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantise_kernel(x_ptr, out_ptr, scale_ptr, count_ptr, E, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    x = tl.load(x_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-10) / 448.0
+    tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row * E + column, tl.clamp(x / scale, -448.0, 448.0).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def quantise_tokens(
+    x: Tensor, *, out: Tensor, scale: Tensor, count: Tensor | None = None, pdl: bool = False, warps: int | None = None
+) -> None:
+    """out [T, E] e4m3 and scale float32 [T] with x ~ scale * out; scale = absmax / 448 per token. x [T, E] bf16 or float32."""
+    tokens, width = x.shape
+    block = pow2(width)
+    _quantise_kernel[(tokens,)](
+        x, out, scale, count if count is not None else x, width,
+        BLOCK=block, COUNTED=count is not None, **launch_options(pdl=pdl, warps=warps or max(1, min(16, block // 512))),
+    )  # fmt: skip

@@ -1,0 +1,248 @@
+"""Matmul for few rows at the speed of memory: GEMV for one row, tensor-core tiles with swapped operands for 2..16.
+
+Knows: how to stream a row-major weight matrix [N, K] once, and what can be folded into that pass: the RMS norm of the input (every program
+sees the whole row anyway), SiLU-mul of gate and up, per-channel scales, the residual add. Refuses to know: which layer it computes.
+
+    GEMV     program = ROWS outputs; weights of its first BLOCK_K columns are loaded before the wait for the previous kernel
+    tiles    program = BN outputs x all rows x one of SPLIT pieces of K; W [BN, BK] is the left operand, so the tall side of the tensor
+             core is filled by weights; the last program of a tile to arrive adds the pieces in order (bit-equal from run to run)
+
+The residual may be the output: each element is read and written by one program only.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tradewind.kernels.triton.elementwise import activated
+from tradewind.kernels.triton.launch import (
+    launch_options,
+    let_next_start,
+    prefetch_lines,
+    wait_for_previous,
+)
+from tradewind.kernels.triton.tuning import GemvConfig, TileConfig
+
+
+@triton.jit
+def _weights(pointers, mask, MASKED: tl.constexpr):
+    """A tile of weights: each byte is used once, so it shall not push the shared input out of L1 and L2."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg", eviction_policy="evict_first")
+    return tl.load(pointers, cache_modifier=".cg", eviction_policy="evict_first")
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, N, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK_K)
+    at = w_ptr + n[:, None] * K + column[None, :]
+    inside = (n < N)[:, None] & (column < K)[None, :]
+    w = _weights(at, inside, MASKED)
+    if GATED:
+        u = _weights(at + N * K, inside, MASKED)
+    if NORM:
+        norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
+    wait_for_previous(PDL)
+    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    total_u = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + start + column, mask=start + column < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x = x * norm.to(tl.float32)
+        total += w.to(tl.float32) * x[None, :]
+        if GATED:
+            total_u += u.to(tl.float32) * x[None, :]
+        if start + BLOCK_K < K:
+            inside = (n < N)[:, None] & (start + BLOCK_K + column < K)[None, :]
+            w = _weights(at + start + BLOCK_K, inside, MASKED)
+            if GATED:
+                u = _weights(at + N * K + start + BLOCK_K, inside, MASKED)
+            if NORM:
+                norm = tl.load(norm_ptr + start + BLOCK_K + column, mask=start + BLOCK_K + column < K, other=0.0)
+    y = tl.sum(total, 1)
+    y_u = tl.sum(total_u, 1)
+    live = n < N
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= factor
+        y_u *= factor
+    if SCALED:
+        y *= tl.load(scale_ptr + n, mask=live, other=0.0)
+        if GATED:
+            y_u *= tl.load(scale_ptr + N + n, mask=live, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            y_u += tl.load(bias_ptr + N + n, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        y = activated(y, GELU) * y_u
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _tile_kernel(
+    x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N, eps,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, LINES: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    PIECE: tl.constexpr = (K // BK + SPLIT - 1) // SPLIT * BK
+    begin = piece * PIECE
+    end = tl.minimum(begin + PIECE, K)
+    n = tile * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    live_n = n < N
+    live_m = m < M
+    column = tl.arange(0, BK)
+    # Rows beyond N read the last row; what they compute is not stored.
+    row = w_ptr + tl.minimum(n, N - 1)[:, None] * K
+    if LINES > 0:
+        line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        # Lines beyond the piece ask for its first line again.
+        ahead = row + (begin + tl.where(begin + line < end, line, 0))[None, :]
+        prefetch_lines(ahead, PDL)
+        if GATED:
+            prefetch_lines(ahead + N * K, PDL)
+    wait_for_previous(PDL)
+    acc = tl.zeros([BN, BM], tl.float32)
+    acc_u = tl.zeros([BN, BM], tl.float32)
+    squares = tl.zeros([BM], tl.float32)
+    for start in range(begin, end, BK):
+        w = tl.load(row + (start + column)[None, :], cache_modifier=".cg", eviction_policy="evict_first")
+        x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            x = wide * tl.load(norm_ptr + start + column).to(tl.float32)[None, :]
+        x = x.to(DOT)
+        acc = tl.dot(w.to(DOT), tl.trans(x), acc)
+        if GATED:
+            u = tl.load(row + N * K + (start + column)[None, :], cache_modifier=".cg", eviction_policy="evict_first")
+            acc_u = tl.dot(u.to(DOT), tl.trans(x), acc_u)
+
+    if SPLIT > 1:
+        # part: [tiles, SPLIT, (2) BN + 1, BM]; the last line holds the squares.
+        HEIGHT: tl.constexpr = (2 * BN if GATED else BN) + 1
+        own = part_ptr + (tile * SPLIT + piece) * (HEIGHT * BM)
+        inner = tl.arange(0, BN)[:, None] * BM + m[None, :]
+        tl.store(own + inner, acc)
+        if GATED:
+            tl.store(own + BN * BM + inner, acc_u)
+        if NORM:
+            tl.store(own + (HEIGHT - 1) * BM + m, squares)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+        if before != SPLIT - 1:
+            return
+        tl.store(arrived_ptr + tile, 0)
+        acc = tl.zeros([BN, BM], tl.float32)
+        acc_u = tl.zeros([BN, BM], tl.float32)
+        squares = tl.zeros([BM], tl.float32)
+        base = part_ptr + tile * (SPLIT * HEIGHT * BM)
+        for other in tl.static_range(SPLIT):
+            acc += tl.load(base + other * (HEIGHT * BM) + inner, cache_modifier=".cg")
+            if GATED:
+                acc_u += tl.load(base + other * (HEIGHT * BM) + BN * BM + inner, cache_modifier=".cg")
+            if NORM:
+                squares += tl.load(base + other * (HEIGHT * BM) + (HEIGHT - 1) * BM + m, cache_modifier=".cg")
+
+    if NORM:
+        factor = tl.rsqrt(squares / K + eps)[None, :]
+        acc *= factor
+        acc_u *= factor
+    if SCALED:
+        acc *= tl.load(scale_ptr + n, mask=live_n, other=0.0)[:, None]
+        if GATED:
+            acc_u *= tl.load(scale_ptr + N + n, mask=live_n, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_u += tl.load(bias_ptr + N + n, mask=live_n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = activated(acc, GELU) * acc_u
+    place = m[None, :] * N + n[:, None]
+    live = live_m[None, :] & live_n[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    activation: str = "silu",
+    residual: Tensor | None = None,
+    config: GemvConfig | TileConfig,
+    workspace: Tensor | None = None,
+    arrived: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """out[M, N] = epilogue(rms_norm?(x) @ weight.T), M <= 16.
+
+    x [M, K] bf16 or float32; weight [N, K] bf16 or e4m3 with `scale` float32 [N] (weight = scale * stored), or [2N, K] when gated: gate's
+    rows, then up's; then out = activation(gate) * up. norm [K]: x is divided by its rms and multiplied by norm first. bias [N] ([2N] when
+    gated). residual [M, N] is added last and may be `out`. Sums in float32.
+    config: a GemvConfig (M = 1 only) or a TileConfig; a TileConfig with split > 1 needs `workspace` (float32, `workspace_floats`) and
+    `arrived` (int32, one zero per tile; left zero).
+    """
+    rows, depth = x.shape
+    features = weight.shape[0] // 2 if gated else weight.shape[0]
+    assert weight.shape[1] == depth and weight.numel() < 2**31, f"weight {tuple(weight.shape)} for x {tuple(x.shape)}"
+    assert out.shape == (rows, features), f"out {tuple(out.shape)}, expected {(rows, features)}"
+    flags = {
+        "GATED": gated, "GELU": activation == "gelu_tanh", "NORM": norm is not None, "SCALED": scale is not None,
+        "RESIDUAL": residual is not None, "BIAS": bias is not None,
+    }  # fmt: skip
+    pointers = (
+        x, weight, scale if scale is not None else x, norm if norm is not None else x, residual if residual is not None else x,
+        bias if bias is not None else x, out,
+    )  # fmt: skip
+    if isinstance(config, GemvConfig):
+        assert rows == 1, f"a GEMV has one row, not {rows}"
+        block = min(config.block_k, triton.next_power_of_2(depth))
+        _gemv_kernel[(triton.cdiv(features, config.rows),)](
+            *pointers, features, eps,
+            K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0,
+            **flags, **launch_options(pdl=pdl, warps=config.warps),
+        )  # fmt: skip
+        return
+    assert rows <= config.bm, f"{rows} rows in a tile of {config.bm}"
+    assert depth % config.bk == 0, f"K = {depth} is no multiple of {config.bk}"
+    if config.split > 1:
+        need = workspace_floats(features, config=config, gated=gated)
+        assert workspace is not None and workspace.numel() >= need, f"split needs {need} floats of workspace"
+        assert arrived is not None, "split needs arrival counters"
+    _tile_kernel[(triton.cdiv(features, config.bn), config.split)](
+        *pointers, workspace if workspace is not None else x, arrived if arrived is not None else x, rows, features, eps,
+        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=tl.bfloat16, LINES=config.lines,
+        **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
+    )  # fmt: skip
+
+
+def workspace_floats(features: int, *, config: TileConfig, gated: bool) -> int:
+    """How many floats of workspace `skinny_linear` needs for a split tile config."""
+    return triton.cdiv(features, config.bn) * config.split * ((2 if gated else 1) * config.bn + 1) * config.bm

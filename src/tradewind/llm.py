@@ -1,0 +1,396 @@
+"""The Python face: `LLM` and its asynchronous twin.
+
+Knows: prompts, messages and answers. Refuses to know: how an engine is built (assemble) and how requests are scheduled (engine).
+
+    from tradewind.llm import LLM
+    with LLM("smollm2") as llm:
+        print(llm.generate("The sea is")[0].completions[0].text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from tradewind.assemble import Engine, build_engine
+from tradewind.config.goals import Goals, Means
+from tradewind.config.plan import Plan
+from tradewind.config.sizes import parse_bytes
+from tradewind.contract.errors import RequestError, UserError
+from tradewind.contract.request import SamplingParams
+from tradewind.contract.step import TokenLogprobs
+from tradewind.engine.client import Handle
+from tradewind.phases import Phases
+from tradewind.serving.answer import Answer, Completion, Delta
+from tradewind.serving.intake import Intake, Limits
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text to be continued, token ids, or messages of a conversation."""
+
+PROGRESS_AFTER_S = 1.0
+"""A call that is done sooner shows no bar."""
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What one prompt brought. Times are of `time.monotonic`."""
+
+    index: int
+    prompt_tokens: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    cached_tokens: int
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    arrived_s: float
+    first_token_s: float
+    finished_s: float
+
+
+class LLM:
+    """One engine in this process. Use it as a context manager, or call `close()`."""
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        scenario: str = "balanced",
+        memory_limit: int | str | None = None,
+        max_context: int | None = None,
+        goals: Goals | None = None,
+        progress: bool = False,
+        began_s: float | None = None,
+        **means: Any,
+    ) -> None:
+        """Builds the engine: `model` is a folder, a .gguf file, a packaged name or a Hub id; `means` pins choices (config.goals.Means).
+
+        `goals` replaces all of these. `began_s`: when the process began, for the start-up times. Raises UserError with advice.
+        """
+        if goals is None:
+            goals = _goals(model, scenario=scenario, memory_limit=memory_limit, max_context=max_context, means=means)
+        if progress:
+            from tradewind.weights.fetch import RichProgress
+
+            self._engine = build_engine(goals, progress=RichProgress(), began_s=began_s)
+        else:
+            self._engine = build_engine(goals, began_s=began_s)
+        plan = self._engine.plan
+        eos = self._engine.tokenizer.eos_ids | set(plan.card.eos_ids)
+        self._intake = Intake(
+            Limits(
+                vocab_size=plan.card.vocab_size,
+                max_context=plan.schedule.max_context,
+                eos_ids=tuple(sorted(token for token in eos if token < plan.card.vocab_size)),
+            )
+        )
+        self._finished: list[Answer] = []
+
+    # -- facts
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, with reasons."""
+        return self._engine.plan
+
+    @property
+    def phases(self) -> Phases:
+        """How long the start took, by phase."""
+        return self._engine.phases
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, one sentence each."""
+        return self._engine.notices
+
+    @property
+    def engine(self) -> Engine:
+        """The parts, for tools."""
+        return self._engine
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """The token ids that a prompt becomes; changes nothing. Raises RequestError or UserError."""
+        if isinstance(prompt, str):
+            return self._engine.tokenizer.encode(prompt, add_special=True)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"a prompt must be text, token ids or messages, not {type(prompt).__name__}")
+        if prompt and isinstance(prompt[0], Mapping):
+            template = self._engine.template
+            if isinstance(template, UserError):
+                raise template
+            return self._engine.tokenizer.encode_chat(template.render(prompt))  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
+
+    def with_default_length(self, sampling: SamplingParams, prompts: Sequence[Prompt], tokens: int) -> SamplingParams:
+        """`sampling` with max_tokens filled in where it is None: `tokens`, or what the longest prompt leaves of the context."""
+        if sampling.max_tokens is not None:
+            return sampling
+        room = self._intake.limits.max_context - max((len(self.tokenize(prompt)) for prompt in prompts), default=0)
+        return msgspec.structs.replace(sampling, max_tokens=max(1, min(tokens, room), sampling.min_tokens))
+
+    # -- work
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Output]:
+        """Answers every prompt and returns one Output each, in order. Nothing is queued unless every prompt is acceptable.
+
+        Interrupting it (Ctrl-C) cancels what is open. `progress` shows a bar when the call takes over a second.
+        """
+        batch = _as_batch(prompts)
+        answers = self.prepare(batch, sampling)
+        wanted = sum(answer.request.max_tokens for answer in answers)
+        with _bar(f"{len(answers)} answers", wanted if progress else 0) as advance:
+            for delta in self._run(answers):
+                advance(len(delta.tokens))
+        return outputs_of(answers)
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling: SamplingParams | None = None, *, progress: bool = False
+    ) -> list[Output]:
+        """`generate` for one conversation (a list of messages) or several (a list of such lists)."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise RequestError("chat needs a list of messages, each with a role and content")
+        return self.generate(messages, sampling, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
+        """Answers one prompt piece by piece. Leaving the loop early cancels the request."""
+        yield from self._run(self.prepare([prompt], sampling))
+
+    def forget(self) -> None:
+        """Drops everything the prefix cache keeps for later; call it when nothing runs."""
+        self._engine.client.forget()
+
+    def summary(self) -> str:
+        """One line about the last call and the start, for people."""
+        done = [answer for answer in self._finished if answer.finished_s is not None and answer.first_token_s is not None]
+        if not done:
+            return self.phases.text()
+        tokens = sum(len(answer.completion().tokens) for answer in done)
+        prompt = sum(len(answer.request.tokens) for answer in done if answer.sample == 0)
+        first = min(answer.first_token_s or 0.0 for answer in done) - min(answer.request.arrived_s for answer in done)
+        last = max(answer.finished_s or 0.0 for answer in done)
+        span = last - min(answer.first_token_s or 0.0 for answer in done)
+        rate = f", {(tokens - len(done)) / span:.0f} tokens/s" if span > 0 and tokens > len(done) else ""
+        return f"[{prompt} tokens in, {tokens} out, first after {first * 1e3:.0f} ms{rate}; {self.phases.text()}]"
+
+    def close(self) -> None:
+        """Ends the engine and its threads; safe to call twice."""
+        self._engine.client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside
+
+    def prepare(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Answer]:
+        """One Answer per prompt and sample, nothing queued yet. Raises RequestError or UserError naming what is wrong."""
+        if sampling is None:
+            sampling = SamplingParams(temperature=0.0)
+        per_prompt = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(per_prompt) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} sampling values; give one for all, or one each")
+        answers: list[Answer] = []
+        for index, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True)):
+            if not isinstance(params, SamplingParams):
+                raise RequestError(f"sampling must be SamplingParams, not {type(params).__name__}")
+            requests = self._intake.requests(self.tokenize(prompt), params, now_s=time.monotonic())
+            for sample, request in enumerate(requests):
+                answers.append(Answer(request, self._engine.tokenizer, prompt=index, sample=sample))
+        self._finished = answers
+        return answers
+
+    def _run(self, answers: list[Answer]) -> Iterator[Delta]:
+        """Submits, drives the engine in this thread, and yields deltas until every answer is done; cancels what is open at the end."""
+        client = self._engine.client
+        handles: list[tuple[Handle, Answer]] = []
+        try:
+            for answer in answers:
+                handles.append((client.submit(answer.request), answer))
+            waiting = handles
+            while waiting:
+                client.drive()
+                for handle, answer in waiting:
+                    for event in handle.take():
+                        delta = answer.take(event)
+                        if answer.stopped_by_text and event.finish is None:
+                            handle.finish()
+                        if delta is not None:
+                            yield delta
+                waiting = [pair for pair in waiting if not pair[0].done]
+        finally:
+            for handle, _ in handles:
+                if not handle.done:
+                    handle.cancel()
+
+
+class AsyncLLM:
+    """The same engine for asyncio: it runs in a thread of its own, and any number of calls may be open at once."""
+
+    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+        """Takes the arguments of `LLM`. Blocks while it loads; run it in a thread where that matters."""
+        self._llm = LLM(model, **options)
+        self._llm.engine.client.start()
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided, with reasons."""
+        return self._llm.plan
+
+    async def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """Answers one prompt (n samples) piece by piece. Leaving the loop early, or cancelling the task, cancels the request."""
+        answers = self._llm.prepare([prompt], sampling)
+        async for delta in self._run(answers):
+            yield delta
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Output:
+        """Answers one prompt and returns it whole: the sum of its stream."""
+        answers = self._llm.prepare([prompt], sampling)
+        async for _ in self._run(answers):
+            pass
+        return outputs_of(answers)[0]
+
+    async def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None) -> Output:
+        """`generate` for one conversation."""
+        return await self.generate(messages, sampling)
+
+    async def _run(self, answers: list[Answer]) -> AsyncIterator[Delta]:
+        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+        client = self._llm.engine.client
+        handles: list[Handle] = []
+
+        async def read(handle: Handle, answer: Answer) -> None:
+            async for event in handle:
+                delta = answer.take(event)
+                if answer.stopped_by_text and event.finish is None:
+                    handle.finish()
+                if delta is not None:
+                    deltas.put_nowait(delta)
+            deltas.put_nowait(None)
+
+        readers: list[asyncio.Task[None]] = []
+        try:
+            for answer in answers:
+                handle = client.submit(answer.request)
+                handles.append(handle)
+                readers.append(asyncio.create_task(read(handle, answer)))
+            ended = 0
+            while ended < len(readers):
+                delta = await deltas.get()
+                if delta is None:
+                    ended += 1
+                else:
+                    yield delta
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    handle.cancel()
+            for reader in readers:
+                reader.cancel()
+
+    async def close(self) -> None:
+        """Ends the engine and its threads; safe to call twice."""
+        await asyncio.to_thread(self._llm.close)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def outputs_of(answers: Sequence[Answer]) -> list[Output]:
+    """One Output per prompt, from answers that are done."""
+    outputs: list[Output] = []
+    for index in sorted({answer.prompt for answer in answers}):
+        mine = [answer for answer in answers if answer.prompt == index]
+        first = mine[0]
+        arrived_s = first.request.arrived_s
+        outputs.append(
+            Output(
+                index=index,
+                prompt_tokens=first.request.tokens,
+                completions=tuple(answer.completion() for answer in mine),
+                cached_tokens=first.cached_tokens,
+                prompt_logprobs=first.prompt_logprobs,
+                arrived_s=arrived_s,
+                first_token_s=min(answer.first_token_s or arrived_s for answer in mine),
+                finished_s=max(answer.finished_s or arrived_s for answer in mine),
+            )
+        )
+    return outputs
+
+
+def _goals(
+    model: str, *, scenario: str, memory_limit: int | str | None, max_context: int | None, means: Mapping[str, Any]
+) -> Goals:
+    """Goals from keyword arguments; every name and type is checked. Raises UserError naming the wrong one."""
+    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    raw = {"model": model, "scenario": scenario, "memory_limit_bytes": limit, "max_context": max_context, "means": dict(means)}
+    unknown = sorted(set(means) - set(Means.__struct_fields__))
+    if unknown:
+        raise UserError(f"there is no choice named {unknown[0]!r}; there are {', '.join(sorted(Means.__struct_fields__))}")
+    try:
+        return msgspec.convert(raw, Goals, strict=True)
+    except msgspec.ValidationError as error:
+        raise UserError(f"a goal or pinned choice is wrong: {error}") from None
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several -> several. A list of messages or of token ids is one prompt; a list of lists or of texts is several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be text, token ids, messages, or a list of these, not {type(prompts).__name__}")
+    if not prompts:
+        raise RequestError("there is no prompt; give at least one")
+    first = prompts[0]
+    if isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping)):
+        return list(prompts)  # type: ignore[arg-type]
+    return [prompts]  # type: ignore[list-item]
+
+
+@contextmanager
+def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar of tokens on standard error that appears once the work has taken PROGRESS_AFTER_S; total 0 shows none."""
+    began = time.monotonic()
+    shown: list[Any] = []
+    done = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if not total:
+            return
+        if not shown and time.monotonic() - began > PROGRESS_AFTER_S:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            console = Console(stderr=True)
+            if not console.is_terminal:
+                return
+            bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
+                console=console, transient=True,
+            )  # fmt: skip
+            shown.extend((bar, bar.add_task(title, total=total)))
+            bar.start()
+        if shown:
+            shown[0].update(shown[1], completed=done)
+
+    try:
+        yield advance
+    finally:
+        if shown:
+            shown[0].stop()

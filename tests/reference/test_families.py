@@ -1,0 +1,98 @@
+"""Every model family against `transformers` on tiny random checkpoints, in float32, for every shape that a step can have.
+
+The tolerance is on the largest deviation of any logit at any position, in units of the logits' standard deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.reference.driver import Driver
+from tests.reference.op_sets import OP_SETS, load, open_ops
+from tests.reference.tiny import TINY, TOKENS, difference, make_tiny, oracle_logits, token_ids
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny checkpoint and what its oracle says to one text."""
+
+    folder: Path
+    oracle: Any
+    ids: list[int]
+    wanted: np.ndarray
+
+
+@pytest.fixture(scope="module", params=sorted(TINY))
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp(request.param)
+    oracle = make_tiny(request.param, folder)
+    ids = token_ids()
+    return Tiny(folder, oracle, ids, oracle_logits(oracle, ids))
+
+
+@pytest.fixture(params=OP_SETS)
+def driver(request: pytest.FixtureRequest, tiny: Tiny) -> Iterator[Driver]:
+    ops = open_ops(request.param)
+    model, card = load(tiny.folder, ops)
+    yield Driver(model, card=card, ops=ops)
+    getattr(ops, "close", lambda: None)()
+
+
+def test_whole_prefill(tiny: Tiny, driver: Driver) -> None:
+    assert difference(driver.step([(0, tiny.ids)])[0], tiny.wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 33])
+def test_chunked_prefill(tiny: Tiny, driver: Driver, chunk: int) -> None:
+    got = [driver.step([(0, tiny.ids[i : i + chunk])])[0] for i in range(0, TOKENS, chunk)]
+    assert difference(np.concatenate(got), tiny.wanted) < TOLERANCE
+
+
+def test_decode_token_by_token(tiny: Tiny, driver: Driver) -> None:
+    got = [driver.step([(0, tiny.ids[:150])])[0]]
+    got += [driver.step([(0, [token])])[0] for token in tiny.ids[150:]]
+    assert difference(np.concatenate(got), tiny.wanted) < TOLERANCE
+
+
+def test_rows_of_every_kind_in_one_step(tiny: Tiny, driver: Driver) -> None:
+    """Sequences that decode, prefill, and start anew beside each other, at different positions, in changing order."""
+    others = {1: token_ids(1), 2: token_ids(2)}
+    texts = {0: tiny.ids, **others}
+    wanted = {0: tiny.wanted, **{k: oracle_logits(tiny.oracle, ids) for k, ids in others.items()}}
+    done = dict.fromkeys(texts, 0)
+    got: dict[int, list[np.ndarray]] = {k: [] for k in texts}
+    random = np.random.default_rng(3)
+    while any(done[k] < TOKENS for k in texts):
+        rows = []
+        for k in random.permutation(list(texts)).tolist():
+            count = min(int(random.choice([0, 1, 1, 5, 31])), TOKENS - done[k])
+            if count:
+                rows.append((k, texts[k][done[k] : done[k] + count]))
+                done[k] += count
+        for (k, _), logits in zip(rows, driver.step(rows) if rows else [], strict=True):
+            got[k].append(logits)
+    for k in texts:
+        assert difference(np.concatenate(got[k]), wanted[k]) < TOLERANCE
+
+
+def test_card_says_what_the_family_is(tiny: Tiny, driver: Driver) -> None:
+    """A test of the tests: the tiny configs really have the features that they are there for."""
+    name, card = tiny.folder.name.rstrip("0123456789"), driver.card
+    if name.startswith("gemma3"):
+        assert [group.kind for group in driver.groups] == ["full", "window"]
+        assert card.rope_local is not None
+        assert card.rope != card.rope_local
+    if name.startswith("mistral"):
+        assert [group.kind for group in driver.groups] == ["window"]
+    if name.startswith("qwen3"):
+        assert card.qk_norm
+        assert card.head_dim * card.heads != card.hidden
+    assert TOKENS > (card.rope.original_max_positions or 0)

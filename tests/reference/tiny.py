@@ -1,0 +1,145 @@
+"""Tiny random checkpoints of every family, made by `transformers`, which is the oracle for their logits.
+
+Sizes are small but unlike each other (heads, kv heads, head size, hidden, vocabulary), so that a swapped pair shows. Weights are drawn so
+that attention, biases and norms matter: freshly made models have tiny weights, zero biases and norms of one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+TOKENS = 200
+"""Tokens of every test text: past the windows (24) and past the ropes' original lengths (64)."""
+
+BASE: dict[str, Any] = {
+    "vocab_size": 163,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    """The `rope_parameters` of a config."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)  # fmt: skip
+YARN = rope("yarn", factor=8.0, original_max_position_embeddings=64)
+
+TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3_for_gguf": (  # as GGUF can say it: every third layer full, no rope scaling, queries scaled by the head
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
+    "llama3": (LlamaForCausalLM, LlamaConfig, {**LLAMA3}),
+    "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama_linear_rope": (LlamaForCausalLM, LlamaConfig, rope("linear", factor=4.0)),
+    "llama_yarn": (LlamaForCausalLM, LlamaConfig, {**YARN}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_hidden_layers": 2}),
+    "qwen2_5_tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, **YARN}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "hidden_size": 96}),
+    "smollm2": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "hidden_size": 144,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "num_hidden_layers": 2,
+            **rope("default", rope_theta=100000.0),
+        },
+    ),
+}
+
+
+def make_tiny(name: str, folder: Path) -> Any:
+    """Writes the checkpoint into the folder and returns the oracle, in float32."""
+    make_model, make_config, values = TINY[name]
+    torch.manual_seed(sum(name.encode()))
+    model = make_model(make_config(**{**BASE, **values}, attn_implementation="eager")).eval().float()
+    offset = 1.0 if name.startswith("gemma3") else 0.0  # Gemma stores norm weights as w - 1
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.5 / parameter.shape[1] ** 0.5)
+            elif "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5).sub_(offset)
+            else:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def token_ids(seed: int = 0, *, count: int = TOKENS) -> list[int]:
+    """Random token ids that every tiny model knows."""
+    return np.random.default_rng(seed).integers(0, BASE["vocab_size"], count).tolist()
+
+
+def oracle_logits(model: Any, ids: list[int]) -> np.ndarray:
+    """Logits of every position, float32 [tokens, V]."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits.numpy()
+
+
+def difference(got: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest deviation in units of the logits' own spread."""
+    assert got.shape == wanted.shape
+    assert np.isfinite(got).all()
+    return float(np.abs(got - wanted).max() / wanted.std())
