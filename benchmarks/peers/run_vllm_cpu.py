@@ -15,12 +15,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# pip may pair a CPU build of torch with a CUDA build of torchvision, which then fails at import; a text model needs neither.
+sys.modules.update(dict.fromkeys(("torchvision", "torchaudio", "torchcodec")))
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     spawned_s = float(sys.argv[2])
     import vllm
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own would import torchvision after all
 
     llm = vllm.LLM(job["model"], dtype="bfloat16", max_model_len=1024, max_num_seqs=16, seed=0)
     first, _ = stepped(llm, vllm, job["start"]["prompts"][0], 1, tag="start")

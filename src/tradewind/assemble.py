@@ -169,17 +169,21 @@ def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progr
 
 
 def build_engine(
-    goals: Goals,
-    *,
-    progress: Progress | None = None,
-    sinks: Sequence[Sink] = (),
-    began_s: float | None = None,
+    goals: Goals, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), began_s: float | None = None
 ) -> Engine:
-    """Everything, ready to take requests. Starts no thread of the engine; the client does when it is asked to."""
+    """Everything from goals, ready to take requests. `began_s`: when the process began, for the start-up times."""
     phases = Phases(began_s=began_s)
     with phases("imports"):
         pass
     planned = make_plan(goals, progress=progress, phases=phases)
+    return build_planned(planned, progress=progress, sinks=sinks, phases=phases)
+
+
+def build_planned(
+    planned: Planned, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), phases: Phases | None = None
+) -> Engine:
+    """Everything from a plan. Starts no thread of the engine; the client does when it is asked to."""
+    phases = phases or Phases()
     plan = planned.plan
     # Tokenizer and weights load side by side: the one is the tokenizers library's work, the other C++.
     made: list[TextTokenizer | BaseException] = []
@@ -199,12 +203,11 @@ def build_engine(
     with phases("engine"):
         scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
         loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
-        client = LocalClient(loop)
     return Engine(
         plan=plan,
         tokenizer=tokenizer,
         template=template,
-        client=client,
+        client=LocalClient(loop),
         phases=phases,
         checkpoint_path=planned.path,
         notices=notices,

@@ -137,11 +137,11 @@ def test_smollm2_golden_text() -> None:
 
 
 @pytest.mark.weights
-def test_smollm2_template_comes_with_the_file(smollm2_path: Path) -> None:
+def test_smollm2_template_comes_with_the_file(smollm2_gguf: Path) -> None:
     from tradewind.serving.tokenizer import TextTokenizer
     from tradewind.weights.gguf import open_gguf
 
-    tokenizer = TextTokenizer.from_gguf(open_gguf(smollm2_path).metadata)
+    tokenizer = TextTokenizer.from_gguf(open_gguf(smollm2_gguf).metadata)
     assert ChatTemplate.for_tokenizer(tokenizer).source == SMOLLM2
 
 
@@ -305,6 +305,7 @@ DOUBLING = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns
 BOMBS = {
     # time
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "nested loops over one range": "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
     "wide range": "{% for i in range(10**12) %}{% endfor %}",
     "loop in a macro": "{% macro f() %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     "{% endmacro %}{{ f() }}",

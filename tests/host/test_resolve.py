@@ -279,36 +279,53 @@ def test_a_long_context_is_cut_to_the_share_of_memory() -> None:
 
 # ----------------------------------------------------------------------------------------------------------- properties
 
+
+def pin(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Mostly not pinned, so that combinations of few pins are common and impossible ones do not hide the rest."""
+    return st.one_of(*[st.none()] * 5, values)
+
+
+BOOLS = st.booleans()
 MEANS = st.builds(
     Means,
-    kv_format=st.sampled_from([None, "f32", "f16", "bf16", "fp8"]),
-    compute=st.sampled_from([None, None, "f32", "bf16", "int8"]),
-    quantization=st.sampled_from([None, None, "none", "int8", "int4"]),
-    backend=st.sampled_from([None, None, "cpu", "plain", "cuda"]),
-    page_tokens=st.sampled_from([None, 1, 16, 24, 64]),
-    max_tokens_per_step=st.none() | st.integers(1, 5000),
-    max_running=st.none() | st.integers(1, 500),
-    policy=st.sampled_from([None, "arrival", "priority"]),
-    prefix_cache=st.sampled_from([None, True, False]),
-    overlap=st.sampled_from([None, True, False]),
-    tape=st.sampled_from([None, True, False]),
-    threads=st.none() | st.integers(1, 64),
-    deterministic=st.sampled_from([None, True, False]),
+    kv_format=pin(st.sampled_from(["f32", "f16", "bf16"])),
+    compute=pin(st.sampled_from(["f32", "bf16", "int8"])),
+    quantization=pin(st.sampled_from(["none", "int8", "int4"])),
+    backend=pin(st.sampled_from(["cpu", "plain"])),
+    page_tokens=pin(st.sampled_from([16, 48, 64])),
+    max_tokens_per_step=pin(st.integers(1, 5000)),
+    max_running=pin(st.integers(1, 500)),
+    policy=pin(st.sampled_from(["arrival", "priority"])),
+    prefix_cache=pin(BOOLS),
+    overlap=pin(BOOLS),
+    tape=pin(BOOLS),
+    threads=pin(st.integers(1, 64)),
+    deterministic=pin(BOOLS),
 )
+ANYTHING = st.builds(
+    Means,
+    kv_format=pin(st.sampled_from(["f32", "fp8"])),
+    backend=pin(st.sampled_from(["cpu", "plain", "cuda"])),
+    page_tokens=pin(st.integers(-5, 2000)),
+    max_tokens_per_step=pin(st.integers(-5, 1 << 40)),
+    max_running=pin(st.integers(-5, 1 << 40)),
+    threads=pin(st.integers(-5, 1 << 40)),
+)
+SIZES = st.one_of(*(st.integers(1 << bits, 1 << (bits + 1)) for bits in range(26, 36)), st.integers(1, 1 << 50))
 GOALS = st.builds(
     Goals,
     model=st.just("m"),
     scenario=st.sampled_from(SCENARIOS),
-    ttft_ms=st.none() | st.floats(0.001, 1e6),
-    tpot_ms=st.none() | st.floats(0.001, 1e6),
-    memory_limit_bytes=st.none() | st.integers(1, 40 * GiB) | st.integers(100 * MiB, 2 * GiB),
+    ttft_ms=pin(st.floats(0.001, 1e6)),
+    tpot_ms=pin(st.floats(0.001, 1e6)),
+    memory_limit_bytes=st.none() | SIZES,
     max_context=st.none() | st.integers(1, 200_000) | st.integers(1, 4096),
-    means=MEANS,
+    means=st.one_of(MEANS, MEANS, ANYTHING),
 )
 HARDWARE = st.builds(
     machine,
-    total=st.integers(8, 1024).map(lambda halves: halves * GiB // 2),
-    free=st.integers(64 * MiB, 4 * GiB),
+    total=st.sampled_from([4, 16, 64, 256]).map(lambda size: size * GiB),
+    free=st.integers(27, 31).flatmap(lambda bits: st.integers(1 << bits, 1 << (bits + 1))),
     cores=st.integers(1, 256),
     features=st.sampled_from([(), ("avx2",), None]),
 )

@@ -67,18 +67,18 @@ def smollm2(path: Path) -> TextTokenizer:
 
 @pytest.mark.weights
 @pytest.mark.parametrize(("question", "ids"), QUESTIONS.items())
-def test_smollm2_prompts_give_the_ids_of_transformers(smollm2_path: Path, question: str, ids: list[int]) -> None:
+def test_smollm2_prompts_give_the_ids_of_transformers(smollm2_gguf: Path, question: str, ids: list[int]) -> None:
     from tradewind.serving.chat_template import ChatTemplate
 
-    tokenizer = smollm2(smollm2_path)
+    tokenizer = smollm2(smollm2_gguf)
     rendered = ChatTemplate.for_tokenizer(tokenizer).render([{"role": "user", "content": question}])
     assert tokenizer.encode_chat(rendered) == [*SYSTEM_IDS, *ids, *ANSWER_IDS]
     assert tokenizer.decode(tokenizer.encode_chat(rendered), skip_special=False) == rendered
 
 
 @pytest.mark.weights
-def test_smollm2_facts(smollm2_path: Path) -> None:
-    tokenizer = smollm2(smollm2_path)
+def test_smollm2_facts(smollm2_gguf: Path) -> None:
+    tokenizer = smollm2(smollm2_gguf)
     assert tokenizer.vocab_size == 49152
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
@@ -90,9 +90,9 @@ def test_smollm2_facts(smollm2_path: Path) -> None:
 @pytest.mark.weights
 @settings(max_examples=200, deadline=None)
 @given(text=texts)
-def test_smollm2_round_trip(smollm2_path: Path, text: str) -> None:
+def test_smollm2_round_trip(smollm2_gguf: Path, text: str) -> None:
     """Exact, but for the bytes this vocabulary cannot write: six control characters, and planes of Unicode not in use."""
-    tokenizer = smollm2(smollm2_path)
+    tokenizer = smollm2(smollm2_gguf)
     text = "".join(c for c in text if not MISSING_BYTES.intersection(c.encode()))
     ids = tokenizer.encode(text, add_special=False)
     assert tokenizer.decode(ids, skip_special=False) == text
@@ -103,8 +103,8 @@ MISSING_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
 
 
 @pytest.mark.weights
-def test_smollm2_lacks_some_bytes(smollm2_path: Path) -> None:
-    tokenizer = smollm2(smollm2_path)
+def test_smollm2_lacks_some_bytes(smollm2_gguf: Path) -> None:
+    tokenizer = smollm2(smollm2_gguf)
     single = {tokenizer.token_bytes(i)[0] for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
     assert {*range(0xC0), *range(0xC2, 0xF5)} - single == MISSING_BYTES
 

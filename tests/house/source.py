@@ -15,8 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "tradewind"
 HOST_WING = ("cache", "config", "contract", "engine", "observability", "serving", "simulate")
-TORCH_MODULES = {"tradewind.kernels.plain", "tradewind.kernels.reference"}
-"""The modules that import torch when they are imported; nothing on the CPU path may import one of them."""
+TORCH_MODULES = ("tradewind.kernels.plain", "tradewind.kernels.reference", "tradewind.kernels.triton")
+"""Modules and packages that import torch when they are imported; nothing on the CPU path may import one of them."""
+
+
+def imports_torch(name: str) -> bool:
+    """Whether a module is one of TORCH_MODULES or inside one."""
+    return any(name == module or name.startswith(f"{module}.") for module in TORCH_MODULES)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Module:
     @property
     def room(self) -> str:
         """First name under the package; empty for the package itself."""
-        return (self.name.split(".") + [""])[1]
+        return self.name.split(".")[1] if "." in self.name else ""
 
 
 @cache
@@ -57,11 +62,10 @@ def tracked_files() -> list[Path]:
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout.decode()
     except (OSError, subprocess.SubprocessError):
-        return [
-            path
-            for path in ROOT.rglob("*")
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-        ]
+        hidden = {
+            path for path in ROOT.rglob("*") if any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+        }
+        return [path for path in ROOT.rglob("*") if path.is_file() and path not in hidden]
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 
 

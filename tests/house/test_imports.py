@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -9,20 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import HOST_WING, ROOT, TORCH_MODULES, modules
+from tests.house.source import HOST_WING, ROOT, imports_torch, modules
 
-LINT = [
-    sys.executable,
-    "-c",
-    "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())",
-    "--no-cache",
-]
-FACES = {"assemble", "cli", "llm"}
+LINT_PROGRAM = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+LINT = [sys.executable, "-c", LINT_PROGRAM, "--no-cache"]
+FACES = {"__main__", "assemble", "cli", "llm"}
 """Top-level modules that know everybody."""
 
 
 def lint(folder: Path, *, source: Path) -> subprocess.CompletedProcess[str]:
-    path = f"{source}{':'}{ROOT}"
+    path = f"{source}{os.pathsep}{ROOT}"
     environment = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "NO_COLOR": "1", "COLUMNS": "300"}
     return subprocess.run(LINT, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
 
@@ -120,7 +117,7 @@ def test_the_command_line_starts_without_torch() -> None:
 def test_only_the_torch_modules_import_torch() -> None:
     """Every other module, host wing and device wing, can be imported without torch."""
     names = [
-        module.name for module in modules() if module.name not in TORCH_MODULES and not module.name.endswith("__main__")
+        module.name for module in modules() if not imports_torch(module.name) and not module.name.endswith("__main__")
     ]
     assert imported_in_a_fresh_interpreter(names) == ""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import tradewind
-from tests.house.source import ROOT, TORCH_MODULES
+from tests.house.source import ROOT
 
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LIBRARY = "src/tradewind/kernels/cpu/libtradewind_cpu.so"
@@ -44,11 +44,6 @@ def test_ci_runs_the_command_of_the_readme() -> None:
         pytest.skip("there is no README yet")
     assert command in readme.read_text(encoding="utf-8")
     assert command.replace("install", "install -q") in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-
-
-def test_torch_modules_exist() -> None:
-    for name in TORCH_MODULES:
-        assert (ROOT / "src" / name.replace(".", "/")).with_suffix(".py").exists(), name
 
 
 def small_tree(folder: Path, source: str) -> Path:

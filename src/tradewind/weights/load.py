@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tradewind.config.card import ModelCard
 from tradewind.config.plan import NumericsPlan
 from tradewind.contract.errors import UserError
+from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
 from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
 from tradewind.weights.checkpoint import Checkpoint
@@ -115,12 +116,21 @@ class PlacedWeights:
         return scheme.pack(parts, formats=formats, ops=loading.ops, numerics=numerics)
 
     def vector(self, sizes: dict[str, int], *, offset: float = 0.0) -> Any:
-        values = as_float([self._loading.take(f"{self._inside}{name}", (size,)) for name, size in sizes.items()])
+        values = as_float([self._readable(name, (size,)) for name, size in sizes.items()])
         return self._loading.ops.constant(values + np.float32(offset))
 
     def rows(self, name: str, *, rows: int, cols: int) -> Any:
-        raw = self._loading.take(f"{self._inside}{name}.weight", (rows, cols))
+        raw = self._readable(f"{name}.weight", (rows, cols))
         return self._loading.ops.row_table(raw.data, raw.format, rows=rows, cols=cols)
+
+    def _readable(self, name: str, shape: tuple[int, ...]) -> RawTensor:
+        """The tensor here, in a format that can be turned into floats as it is."""
+        tensor = self._loading.take(f"{self._inside}{name}", shape)
+        if tensor.format not in BLOCKS:
+            raise WeightsError(
+                f"{self._loading.where}: tensor '{shown(tensor.name)}' is stored as {tensor.format}; readable are {', '.join(BLOCKS)}"
+            )
+        return tensor
 
 
 class _Loading:
@@ -159,7 +169,7 @@ class _Loading:
         tensor = self._at.get(place)
         if tensor is None:
             raise WeightsError(
-                f"{self._where()} has no tensor '{self._file_name(place)}', which its description asks for; the file is incomplete or "
+                f"{self.where} has no tensor '{self._file_name(place)}', which its description asks for; the file is incomplete or "
                 f"describes another model"
             )
         return tensor
@@ -169,7 +179,7 @@ class _Loading:
         tensor = self.find(place)
         if tensor.shape != shape:
             raise WeightsError(
-                f"{self._where()}: tensor '{shown(tensor.name)}' has the shape {tensor.shape}; its description asks for {shape}"
+                f"{self.where}: tensor '{shown(tensor.name)}' has the shape {tensor.shape}; its description asks for {shape}"
             )
         if place not in self._taken:
             self._taken.add(place)
@@ -190,11 +200,13 @@ class _Loading:
         if surplus:
             names = ", ".join(f"'{shown(name)}'" for name in surplus[:3]) + (", …" if len(surplus) > 3 else "")
             raise WeightsError(
-                f"{self._where()} holds {len(surplus)} tensors that a {self._card.family} model of its description has no place for: "
+                f"{self.where} holds {len(surplus)} tensors that a {self._card.family} model of its description has no place for: "
                 f"{names}; loading without them would give another model"
             )
 
-    def _where(self) -> str:
+    @property
+    def where(self) -> str:
+        """The checkpoint, as messages name it."""
         return shown(str(self._checkpoint.path), limit=1000)
 
     def _file_name(self, place: str) -> str:

@@ -30,3 +30,23 @@ class TileConfig:
     warps: int
     stages: int
     lines: int = 0
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Attention of one-token rows: at most `splits` pieces of a row's keys, `block_n` keys a tile."""
+
+    splits: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """Attention of longer rows: `block_m` (tokens x packed heads) against `block_n` keys."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int

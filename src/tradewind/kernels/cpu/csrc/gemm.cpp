@@ -52,11 +52,11 @@ void prepare_bf16(const Packed& p, const float* x, uint8_t* out) {
     if (p.k % 2) to[p.k] = 0;
 }
 
-void tile_f32(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+void tile_f32(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     for (int m = 0; m < rows; ++m) {
         const float* row = reinterpret_cast<const float*>(x + m * x_stride);
         for (int b = 0; b < 2; ++b) {
-            const float* w = reinterpret_cast<const float*>(b ? w1 : w0);
+            const float* w = reinterpret_cast<const float*>(b ? s.w1 : s.w0);
             float sum[16] = {};
             for (int64_t k = 0; k < p.k; ++k, w += 16)
                 for (int r = 0; r < 16; ++r) sum[r] += w[r] * row[k];
@@ -65,11 +65,11 @@ void tile_f32(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8
     }
 }
 
-void tile_bf16(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+void tile_bf16(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     for (int m = 0; m < rows; ++m) {
         const uint16_t* row = reinterpret_cast<const uint16_t*>(x + m * x_stride);
         for (int b = 0; b < 2; ++b) {
-            const uint16_t* w = reinterpret_cast<const uint16_t*>(b ? w1 : w0);
+            const uint16_t* w = reinterpret_cast<const uint16_t*>(b ? s.w1 : s.w0);
             float sum[16] = {};
             for (int64_t k = 0; k < p.k; k += 2, w += 32) {
                 const float x0 = bf16_to_float(row[k]), x1 = bf16_to_float(row[k + 1]);
@@ -100,11 +100,11 @@ float scale_at(const Packed& p, const uint8_t* at, int64_t index) {
     return half_to_float(reinterpret_cast<const uint16_t*>(at)[index]);
 }
 
-void tile_quant(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     std::fill(acc, acc + rows * STRIP, 0.0f);
     const int k4s = 8 / p.halves;
     for (int b = 0; b < 2; ++b) {
-        const uint8_t* w = b ? w1 : w0;
+        const uint8_t* w = b ? s.w1 : s.w0;
         for (int64_t u = 0; u < p.units(); ++u) {
             uint8_t q[512];
             widen(p, w + u * p.unit_bytes(), q);
@@ -175,15 +175,23 @@ int64_t prepared_stride(const Packed& p) {
 }
 
 // Most of the items as fixed parts (no traffic between cores), the last ones one by one, so that a disturbed core is helped.
+// body(item, next): `next` is the item this thread does afterwards, or -1.
 template <class F>
 void shared(Thread& t, int64_t items, F&& body) {
-    if (t.count == 1) {
-        for (int64_t i = 0; i < items; ++i) body(i);
-        return;
+    const int64_t each = t.count == 1 ? items : items * 2 / (3 * t.count), fixed = each * t.count;
+    const int64_t end = each * (t.id + 1);
+    int64_t item = each * t.id;
+    auto claim = [&] {
+        if (fixed == items) return int64_t(-1);
+        const int64_t got = fixed + t.lanes[0].fetch_add(1, std::memory_order_relaxed);
+        return got < items ? got : int64_t(-1);
+    };
+    if (each == 0) item = claim();
+    while (item >= 0) {
+        const int64_t next = item + 1 < end ? item + 1 : claim();
+        body(item, next);
+        item = next;
     }
-    const int64_t each = items * 2 / (3 * t.count), fixed = each * t.count;
-    for (int64_t i = each * t.id; i < each * (t.id + 1); ++i) body(i);
-    t.chunks(items - fixed, [&](int64_t i) { body(fixed + i); });
 }
 
 struct Call {
@@ -222,10 +230,10 @@ void matmul(const Call& c, Thread& t) {
     const int64_t band = std::max<int64_t>(path.max_rows, (int64_t(384) << 10) / std::max<int64_t>(1, stride) / path.max_rows * path.max_rows);
     const int64_t bands = (c.rows + band - 1) / band, strips = (p.blocks + 1) / 2;
     const int64_t outputs = c.gated ? p.n / 2 : p.n;
-    shared(t, bands * strips, [&](int64_t item) {
+    shared(t, bands * strips, [&](int64_t item, int64_t next) {
         const int64_t strip = item % strips, begin = item / strips * band, end = std::min(c.rows, begin + band);
-        const uint8_t* w0 = p.block(2 * strip);
-        const uint8_t* w1 = p.block(std::min(2 * strip + 1, p.blocks - 1));  // an odd last block is computed twice, stored once
+        // An odd last block is computed twice, stored once.
+        Strip w{p.block(2 * strip), p.block(std::min(2 * strip + 1, p.blocks - 1)), next < 0 ? nullptr : p.block(next % strips * 2)};
         const int64_t column = strip * (c.gated ? 16 : STRIP);
         Store to{c.out + begin * c.out_stride + column, c.out_stride, {nullptr, nullptr}, {0, 0}, c.activation};
         const int64_t left = outputs - column;
@@ -239,7 +247,8 @@ void matmul(const Call& c, Thread& t) {
         alignas(64) float acc[MAX_ROWS * STRIP];
         for (int64_t i = 0; i < tiles; ++i) {
             const int64_t first = begin + (end - begin) * i / tiles, last = begin + (end - begin) * (i + 1) / tiles;
-            path.tile(p, w0, w1, x + first * stride, stride, int(last - first), acc);
+            path.tile(p, w, x + first * stride, stride, int(last - first), acc);
+            w.next = nullptr;
             (c.gated ? path.finish_gated : path.finish)(acc, int(last - first), to);
             to.out += (last - first) * c.out_stride;
         }

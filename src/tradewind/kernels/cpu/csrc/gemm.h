@@ -22,8 +22,13 @@ constexpr int STRIP = 32;     // outputs of a tile
 
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
 
-// acc[row][32] = the sums of the strip w0, w1 for `rows` prepared rows at x.
-using Tile = void (*)(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc);
+// A strip: its two blocks, and the strip that this thread multiplies next (null: not known), to be fetched meanwhile.
+struct Strip {
+    const uint8_t *w0, *w1, *next;
+};
+
+// acc[row][32] = the sums of the strip for `rows` prepared rows at x.
+using Tile = void (*)(const Packed& p, const Strip& w, const uint8_t* x, int64_t x_stride, int rows, float* acc);
 using Prepare = void (*)(const Packed& p, const float* x, uint8_t* out);
 
 // Where results go: columns [column, column + columns) of `rows` rows from `out` on.

@@ -65,14 +65,20 @@ inline __attribute__((always_inline)) __m512 scales(const uint8_t* at, int64_t i
 }
 
 template <int BITS, int HALVES, bool WIDE, bool SYMMETRIC, int ROWS>
-void tile_quant(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, float* acc) {
+void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, float* acc) {
     __m512 sum[2][ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
     const int64_t units = p.units();
-    const uint8_t *s0 = w0 + p.scale_at, *s1 = w1 + p.scale_at, *m0 = w0 + p.minimum_at, *m1 = w1 + p.minimum_at;
-    const uint8_t *q0 = w0, *q1 = w1;
+    const uint8_t *s0 = s.w0 + p.scale_at, *s1 = s.w1 + p.scale_at, *m0 = s.w0 + p.minimum_at, *m1 = s.w1 + p.minimum_at;
+    const uint8_t *q0 = s.w0, *q1 = s.w1, *next = s.next;
+    constexpr int LINES = 2 * BITS + HALVES * (WIDE ? 2 : 1) * (SYMMETRIC ? 1 : 2);  // of a strip's unit
     for (int64_t u = 0; u < units; ++u) {
+        if (next) {
+#pragma GCC unroll 32
+            for (int i = 0; i < LINES; ++i) _mm_prefetch(next + 64 * i, _MM_HINT_T0);
+            next += 64 * LINES;
+        }
 #pragma GCC unroll 2
         for (int half = 0; half < HALVES; ++half) {
             __m512i dot[2][ROWS];
@@ -115,14 +121,14 @@ void tile_quant(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uin
 }
 
 template <int BITS, int HALVES, bool WIDE, bool SYMMETRIC>
-void tiles_quant(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
+void tiles_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     switch (rows) {
-        case 1: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 1>(p, w0, w1, x, x_stride, acc);
-        case 2: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 2>(p, w0, w1, x, x_stride, acc);
-        case 3: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 3>(p, w0, w1, x, x_stride, acc);
-        case 4: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 4>(p, w0, w1, x, x_stride, acc);
-        case 5: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 5>(p, w0, w1, x, x_stride, acc);
-        default: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 6>(p, w0, w1, x, x_stride, acc);
+        case 1: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 1>(p, s, x, x_stride, acc);
+        case 2: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 2>(p, s, x, x_stride, acc);
+        case 3: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 3>(p, s, x, x_stride, acc);
+        case 4: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 4>(p, s, x, x_stride, acc);
+        case 5: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 5>(p, s, x, x_stride, acc);
+        default: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 6>(p, s, x, x_stride, acc);
     }
 }
 
@@ -139,12 +145,12 @@ Tile choose_quant(const Packed& p) {
 // ------------------------------------------------------------------------------------------------ float layouts
 
 template <int ROWS>
-void tile_f32(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, float* acc) {
+void tile_f32(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, float* acc) {
     __m512 sum[2][ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
     for (int64_t k = 0; k < p.k; ++k) {
-        const __m512 a = _mm512_load_ps(w0 + k * 64), b = _mm512_load_ps(w1 + k * 64);
+        const __m512 a = _mm512_load_ps(s.w0 + k * 64), b = _mm512_load_ps(s.w1 + k * 64);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; ++m) {
             const __m512 one = broadcast_ps(x + m * x_stride + k * 4);
@@ -157,13 +163,13 @@ void tile_f32(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8
 
 // bfloat16 without its instructions: two float32 products, the even k first.
 template <int ROWS>
-void tile_bf16_wide(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, float* acc) {
+void tile_bf16_wide(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, float* acc) {
     __m512 sum[2][ROWS];
     const __m512i high = _mm512_set1_epi32(int(0xffff0000u));
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
     for (int64_t k = 0; k < (p.k + 1) / 2; ++k) {
-        const __m512i a = _mm512_load_si512(w0 + k * 64), b = _mm512_load_si512(w1 + k * 64);
+        const __m512i a = _mm512_load_si512(s.w0 + k * 64), b = _mm512_load_si512(s.w1 + k * 64);
         const __m512 a0 = _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)), a1 = _mm512_castsi512_ps(_mm512_and_si512(a, high));
         const __m512 b0 = _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), b1 = _mm512_castsi512_ps(_mm512_and_si512(b, high));
 #pragma GCC unroll 16
@@ -178,20 +184,20 @@ void tile_bf16_wide(const Packed& p, const uint8_t* w0, const uint8_t* w1, const
 }
 
 #define TW_ROWS(NAME)                                                                                                            \
-    void NAME##_rows(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, int rows, float* acc) { \
+    void NAME##_rows(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) { \
         switch (rows) {                                                                                                          \
-            case 1: return NAME<1>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 2: return NAME<2>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 3: return NAME<3>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 4: return NAME<4>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 5: return NAME<5>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 6: return NAME<6>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 7: return NAME<7>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 8: return NAME<8>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 9: return NAME<9>(p, w0, w1, x, x_stride, acc);                                                                 \
-            case 10: return NAME<10>(p, w0, w1, x, x_stride, acc);                                                               \
-            case 11: return NAME<11>(p, w0, w1, x, x_stride, acc);                                                               \
-            default: return NAME<12>(p, w0, w1, x, x_stride, acc);                                                               \
+            case 1: return NAME<1>(p, s, x, x_stride, acc);                                                                 \
+            case 2: return NAME<2>(p, s, x, x_stride, acc);                                                                 \
+            case 3: return NAME<3>(p, s, x, x_stride, acc);                                                                 \
+            case 4: return NAME<4>(p, s, x, x_stride, acc);                                                                 \
+            case 5: return NAME<5>(p, s, x, x_stride, acc);                                                                 \
+            case 6: return NAME<6>(p, s, x, x_stride, acc);                                                                 \
+            case 7: return NAME<7>(p, s, x, x_stride, acc);                                                                 \
+            case 8: return NAME<8>(p, s, x, x_stride, acc);                                                                 \
+            case 9: return NAME<9>(p, s, x, x_stride, acc);                                                                 \
+            case 10: return NAME<10>(p, s, x, x_stride, acc);                                                               \
+            case 11: return NAME<11>(p, s, x, x_stride, acc);                                                               \
+            default: return NAME<12>(p, s, x, x_stride, acc);                                                               \
         }                                                                                                                        \
     }
 TW_ROWS(tile_f32)
@@ -319,12 +325,12 @@ namespace tw {
 namespace {
 
 template <int ROWS>
-void tile_bf16(const Packed& p, const uint8_t* w0, const uint8_t* w1, const uint8_t* x, int64_t x_stride, float* acc) {
+void tile_bf16(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, float* acc) {
     __m512 sum[2][ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
     for (int64_t k = 0; k < (p.k + 1) / 2; ++k) {
-        const __m512bh a = (__m512bh)_mm512_load_si512(w0 + k * 64), b = (__m512bh)_mm512_load_si512(w1 + k * 64);
+        const __m512bh a = (__m512bh)_mm512_load_si512(s.w0 + k * 64), b = (__m512bh)_mm512_load_si512(s.w1 + k * 64);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; ++m) {
             int32_t value;

@@ -1,0 +1,267 @@
+"""Paged attention for rows of one token: split over keys, query heads of a kv head packed into one tile, merged in the same launch.
+
+Knows: pages, splits, the merge by the last program to arrive. Refuses to know: schedules, page owners, rows of several tokens (prefill.py).
+
+    program  (split, kv head, row); keys of split s: [s C, (s + 1) C), C = the row's length over SPLITS, rounded up to whole tiles
+    tile     the H / G query heads of one kv head against BN keys: the pages' bytes are read once for all of them
+    fresh    with FUSED the row's own new key and value come from qkv: rotated and stored by the program that holds the last split, and
+             attended from registers, so that no program waits for another's write
+
+Only the row's own length and SPLITS decide how its sum is cut: batch mates change nothing.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
+from tradewind.kernels.triton.rope import stored
+from tradewind.kernels.triton.tuning import DecodeConfig
+
+
+@triton.jit
+def capped(score, CAP: tl.constexpr, cap):
+    """cap * tanh(score / cap), by exp: tanh z = 1 - 2 / (exp(2 z) + 1)."""
+    if CAP:
+        score = cap * (1.0 - 2.0 / (tl.exp(2.0 * score / cap) + 1.0))
+    return score
+
+
+@triton.jit
+def _fold(score, value, top, total, acc, DOT: tl.constexpr):
+    """One step of the online softmax: scores [BM, BN] of keys with values [BN, D]."""
+    new = tl.maximum(top, tl.max(score, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp2(top - safe)
+    p = tl.exp2(score - safe[:, None])
+    acc = tl.dot(p.to(DOT), value, acc * shrink[:, None])
+    return new, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lengths_ptr, rows_ptr, starts_ptr, sinks_ptr, part_ptr, arrived_ptr,
+    angles_ptr, q_weight_ptr, k_weight_ptr, eps,
+    table_stride, scale, window, cap, k_scale, v_scale,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, DOT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    split = tl.program_id(0)
+    g = tl.program_id(1)
+    row = tl.program_id(2)
+    RATIO: tl.constexpr = H // G
+    HALF_D: tl.constexpr = D // 2
+    i = tl.arange(0, HALF)
+    live_d = i < HALF_D
+    j = tl.arange(0, BM)
+    live_h = j < RATIO
+    q_mask = live_h[:, None] & live_d[None, :]
+    if FUSED and NORM:
+        w1 = tl.load(q_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
+        w2 = tl.load(q_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    if COUNTED:
+        if row >= tl.load(rows_ptr):
+            return
+    token = row
+    if STARTS:  # rows of several tokens are another kernel's
+        token = tl.load(starts_ptr + row)
+        if tl.load(starts_ptr + row + 1) - token != 1:
+            return
+    length = tl.load(lengths_ptr + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // BN * BN
+    chunk = tl.cdiv(tl.cdiv(length - first, BN), SPLITS) * BN
+    begin = first + split * chunk
+    if begin >= length:
+        return
+    splits = tl.cdiv(length - first, chunk)
+    end = tl.minimum(begin + chunk, length)
+    fresh = FUSED and end == length
+    # With FUSED the last key is not in the pages yet.
+    stop = end - 1 if fresh else end
+
+    if FUSED:
+        base = q_ptr + token.to(tl.int64) * ((H + 2 * G) * D)
+        angle = angles_ptr + (length - 1).to(tl.int64) * D
+        cos = tl.load(angle + i, mask=live_d, other=0.0)
+        sin = tl.load(angle + HALF_D + i, mask=live_d, other=0.0)
+    else:
+        base = q_ptr + token.to(tl.int64) * (H * D)
+    q_at = base + (g * RATIO + j)[:, None] * D + i[None, :]
+    q1 = tl.load(q_at, mask=q_mask, other=0.0)
+    q2 = tl.load(q_at + HALF_D, mask=q_mask, other=0.0)
+    if FUSED:
+        a = q1.to(tl.float32)
+        b = q2.to(tl.float32)
+        if NORM:
+            factor = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+            a = a * factor * w1[None, :]
+            b = b * factor * w2[None, :]
+        q1 = a * cos[None, :] - b * sin[None, :]
+        q2 = b * cos[None, :] + a * sin[None, :]
+    q1 = q1.to(DOT)
+    q2 = q2.to(DOT)
+
+    # Scores are kept in units of log 2, so that exp2 serves; with a cap they stay natural until it has been applied.
+    LOG2E: tl.constexpr = 1.4426950408889634
+    factor_k = scale * k_scale
+    d = tl.arange(0, 2 * HALF)
+    live_v = d < D
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, 2 * HALF], tl.float32)
+    table = table_ptr + row.to(tl.int64) * table_stride
+    n = tl.arange(0, BN)
+    for start in range(begin, stop, BN):
+        position = start + n
+        seen = position < stop
+        if WINDOW:
+            seen = seen & (position >= length - window)
+        page = tl.load(table + position // B, mask=seen, other=0).to(tl.int64)
+        at = (page * G + g) * (B * D) + (position % B) * D
+        k1 = tl.load(k_ptr + at[None, :] + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0).to(DOT)
+        k2 = tl.load(k_ptr + at[None, :] + HALF_D + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0).to(DOT)
+        value = tl.load(v_ptr + at[:, None] + d[None, :], mask=seen[:, None] & live_v[None, :], other=0.0).to(DOT)
+        score = tl.dot(q2, k2, tl.dot(q1, k1))
+        score = capped(score * factor_k, CAP, cap) * LOG2E
+        score = tl.where(seen[None, :], score, float("-inf"))
+        top, total, acc = _fold(score, value, top, total, acc, DOT)
+    acc *= v_scale
+
+    if FUSED:
+        if fresh:
+            new_k = base + (H + g) * D + i
+            a = tl.load(new_k, mask=live_d, other=0.0).to(tl.float32)
+            b = tl.load(new_k + HALF_D, mask=live_d, other=0.0).to(tl.float32)
+            if NORM:
+                factor = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)
+                a = a * factor * tl.load(k_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
+                b = b * factor * tl.load(k_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
+            y1 = stored(a * cos - b * sin, k_scale, k_ptr)
+            y2 = stored(b * cos + a * sin, k_scale, k_ptr)
+            new_v = stored(tl.load(base + (H + G + g) * D + d, mask=live_v, other=0.0).to(tl.float32), v_scale, v_ptr)
+            last = length - 1
+            page = tl.load(table + last // B).to(tl.int64)
+            at = (page * G + g) * (B * D) + (last % B) * D
+            tl.store(k_ptr + at + i, y1, mask=live_d)
+            tl.store(k_ptr + at + HALF_D + i, y2, mask=live_d)
+            tl.store(v_ptr + at + d, new_v, mask=live_v)
+            y1 = y1.to(DOT).to(tl.float32)
+            y2 = y2.to(DOT).to(tl.float32)
+            score = tl.sum(q1.to(tl.float32) * y1[None, :], 1) + tl.sum(q2.to(tl.float32) * y2[None, :], 1)
+            score = capped(score * factor_k, CAP, cap) * LOG2E
+            new = tl.maximum(top, score)
+            shrink = tl.exp2(top - new)
+            p = tl.exp2(score - new)
+            acc = acc * shrink[:, None] + p[:, None] * (new_v.to(tl.float32) * v_scale)[None, :]
+            total = total * shrink + p
+            top = new
+
+    head = g * RATIO + j
+    out_at = out_ptr + token.to(tl.int64) * (H * D)
+    if splits == 1:
+        if SINKS:
+            total += tl.exp2(tl.load(sinks_ptr + head, mask=live_h, other=0.0).to(tl.float32) * LOG2E - top)
+        result = acc / total[:, None]
+        tl.store(
+            out_at + head[:, None] * D + d[None, :], result.to(out_ptr.dtype.element_ty), mask=live_h[:, None] & live_v[None, :]
+        )
+        return
+
+    # part of one (row, kv head): [SPLITS, RATIO, D] sums, then [SPLITS, RATIO] tops, then totals.
+    PART: tl.constexpr = SPLITS * RATIO * (D + 2)
+    part = part_ptr + (row * G + g).to(tl.int64) * PART
+    tl.store(part + (split * RATIO + j)[:, None] * D + d[None, :], acc, mask=live_h[:, None] & live_v[None, :])
+    tl.store(part + SPLITS * RATIO * D + split * RATIO + j, top, mask=live_h)
+    tl.store(part + SPLITS * RATIO * (D + 1) + split * RATIO + j, total, mask=live_h)
+    tl.debug_barrier()
+    counter = arrived_ptr + row * G + g
+    before = tl.atomic_add(counter, 1, sem="acq_rel")
+    if before != splits - 1:
+        return
+    tl.store(counter, 0)
+    s = tl.arange(0, SPLITS)
+    there = s < splits
+    for h in tl.static_range(RATIO):
+        tops = tl.load(
+            part + SPLITS * RATIO * D + s * RATIO + h, mask=there, other=float("-inf"), cache_modifier=".cg"
+        )
+        totals = tl.load(part + SPLITS * RATIO * (D + 1) + s * RATIO + h, mask=there, other=0.0, cache_modifier=".cg")
+        sums = tl.load(
+            part + (s * RATIO + h)[:, None] * D + d[None, :], mask=there[:, None] & live_v[None, :], other=0.0, cache_modifier=".cg"
+        )
+        best = tl.max(tops, 0)
+        weight = tl.exp2(tops - best)
+        whole = tl.sum(weight * totals, 0)
+        if SINKS:
+            whole += tl.exp2(tl.load(sinks_ptr + g * RATIO + h).to(tl.float32) * LOG2E - best)
+        result = tl.sum(sums * weight[:, None], 0) / whole
+        tl.store(out_at + (g * RATIO + h) * D + d, result.to(out_ptr.dtype.element_ty), mask=live_v)
+
+
+def paged_decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    *,
+    lengths: Tensor,
+    page_table: Tensor,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    angles: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor,
+    rows: Tensor | None = None,
+    query_start: Tensor | None = None,
+    config: DecodeConfig,
+    workspace: Tensor | None = None,
+    arrived: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """out [T, H D] = attention of each one-token row over its pages; other rows (by query_start int32 [R + 1]) are left alone.
+
+    q [T, H D] rotated, its key already in the pages; or, with angles float32 [positions, D] (a table, cos half | sin half), the raw qkv
+    row [T, (H + 2G) D]: then head norms (q_weight, k_weight), rotation and the KV write happen here too. Pages [pages, G, B, D] bf16, f16,
+    float32 or e4m3 (value = stored * scale). lengths int32 [R] counts the new token. page_table int32 [R, P]. rows: int32 [1] on the
+    device, live rows. Without query_start row r is token r. sinks [H]: exp(sink) joins the denominator.
+    workspace float32 (`decode_workspace_floats`), arrived int32 [R G] zeros (left zero): only for config.splits > 1.
+    Source: FlashAttention 2 (Dao 2023), split-KV decode.
+    """
+    count, kv_heads, page_tokens, dim = lengths.shape[0], *k_pages.shape[1:]
+    assert dim % 2 == 0 and heads % kv_heads == 0
+    fused = angles is not None
+    assert not fused or angles.shape[1] == dim, "the fused rotation covers the whole head"
+    assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
+    dot = {"float32": tl.float32, "float16": tl.float16}.get(str(k_pages.dtype).removeprefix("torch."), tl.bfloat16)
+    _decode_kernel[(config.splits, kv_heads, count)](
+        q, k_pages, v_pages, out, page_table, lengths, rows if rows is not None else lengths,
+        query_start if query_start is not None else lengths, sinks if sinks is not None else lengths,
+        workspace if workspace is not None else q, arrived if arrived is not None else lengths,
+        angles if fused else q, q_weight if q_weight is not None else q, k_weight if k_weight is not None else q, eps,
+        page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
+        H=heads, G=kv_heads, D=dim, B=page_tokens,
+        BM=pow2(heads // kv_heads, 16), BN=config.block_n, HALF=pow2(dim // 2, 16), SPLITS=config.splits, DOT=dot,
+        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
+        FUSED=fused, NORM=q_weight is not None, COUNTED=rows is not None,
+        **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
+    )  # fmt: skip
+
+
+def decode_workspace_floats(rows: int, *, heads: int, head_dim: int, splits: int) -> int:
+    """How many floats of workspace `paged_decode` needs."""
+    return rows * heads * splits * (head_dim + 2)
