@@ -54,7 +54,9 @@ class Machine:
         self.sink = np.zeros(threads, np.int32)
 
     def tape(self, calls: Sequence[tuple[str, Sequence[int]]]) -> Callable[[], None]:
-        words = np.array([word for name, arguments in calls for word in (self.ids[name], len(arguments), *arguments)], np.int64)
+        words = np.array(
+            [word for name, arguments in calls for word in (self.ids[name], len(arguments), *arguments)], np.int64
+        )
 
         def run() -> None:
             self.lib.tw_team_run(self.team, ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(len(calls)))
@@ -110,7 +112,9 @@ def calls_of(machine: Machine, packed: PackedMatrix, rows: int, keep: list[Any])
     return "linear", matrix.linear_words(*words)
 
 
-def measure(machine: Machine, kind: str, label: str, shape: tuple[int, int, bool], rows: Sequence[int], memory: Any) -> None:
+def measure(
+    machine: Machine, kind: str, label: str, shape: tuple[int, int, bool], rows: Sequence[int], memory: Any
+) -> None:
     n, k, gated = shape
     part = random_matrix(machine.lib, kind, n, k)
     packed = matrix.pack_gated(machine.lib, part, part) if gated else part
@@ -154,9 +158,13 @@ def main() -> None:
     options = parser.parse_args()
     machine = Machine(options.library, threads=options.threads, isa=options.isa)
     memory = np.ones(MEMORY_BYTES, np.uint8)
-    peaks = ", ".join(f"{name} {machine.peak(kind) / 1e9:.0f} GOP/s" for kind, name in enumerate(("int8", "bf16", "f32")))
+    peaks = ", ".join(
+        f"{name} {machine.peak(kind) / 1e9:.0f} GOP/s" for kind, name in enumerate(("int8", "bf16", "f32"))
+    )
     near = machine.read(memory[: 8 << 20]) / 1e9
-    print(f"{machine.threads} threads, isa {machine.isa}; peaks: {peaks}; read: {machine.read(memory) / 1e9:.1f} GB/s of 96 MB, {near:.1f} GB/s of 8 MB")
+    print(
+        f"{machine.threads} threads, isa {machine.isa}; peaks: {peaks}; read: {machine.read(memory) / 1e9:.1f} GB/s of 96 MB, {near:.1f} GB/s of 8 MB"
+    )
     rows = [int(count) for count in options.rows.split(",")]
     print("columns: " + ", ".join(f"M={count}" for count in rows))
     for kind in options.formats.split(","):

@@ -59,7 +59,9 @@ def hf_folder(source: Path, folder: Path) -> Path:
     file = open_gguf(source)
     meta = file.metadata
     if meta["general.architecture"] != "llama":
-        raise SystemExit(f"{source.name} is of the architecture {meta['general.architecture']!r}; only llama is converted here")
+        raise SystemExit(
+            f"{source.name} is of the architecture {meta['general.architecture']!r}; only llama is converted here"
+        )
     write_safetensors(target / "model.safetensors", list(hf_tensors(file)))
     tokenizer = TextTokenizer.from_gguf(meta)
     (target / "tokenizer.json").write_text(tokenizer.to_json())
@@ -105,7 +107,11 @@ def hf_folder(source: Path, folder: Path) -> Path:
 def hf_tensors(file: GGUFFile) -> Iterator[RawTensor]:
     """The tensors under their Hugging Face names, all bf16."""
     heads = {"attn_q.weight": "llama.attention.head_count", "attn_k.weight": "llama.attention.head_count_kv"}
-    plain = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+    plain = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
     for name, tensor in file.tensors.items():
         values = dequantise(tensor.data, tensor.format, tensor.shape)
         if name in plain:
@@ -134,7 +140,11 @@ def write_safetensors(path: Path, tensors: list[RawTensor]) -> None:
     """Header length u64, header JSON, data; replaces `path` only when it is whole."""
     header, offset = {}, 0
     for tensor in tensors:
-        header[tensor.name] = {"dtype": tensor.format, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.nbytes]}
+        header[tensor.name] = {
+            "dtype": tensor.format,
+            "shape": tensor.shape,
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
         offset += tensor.nbytes
     header["__metadata__"] = {"format": "pt"}
     text = json.dumps(header).encode()

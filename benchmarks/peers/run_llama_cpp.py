@@ -22,10 +22,21 @@ def main() -> None:
     many = any(len(w["prompts"]) > 1 for w in works.values())
     threads = job["threads"]
     llm = llama_cpp.Llama(
-        job["model"], n_ctx=max(longest, 512) + 8, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+        job["model"],
+        n_ctx=max(longest, 512) + 8,
+        n_batch=512,
+        n_ubatch=512,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
     )
     first = one(llm, job["start"]["prompts"][0], 1)
-    report = {"engine": "llama.cpp", "version": llama_cpp.__version__, "start_s": time.time() - spawned_s, "first": first[0][:1]}
+    report = {
+        "engine": "llama.cpp",
+        "version": llama_cpp.__version__,
+        "start_s": time.time() - spawned_s,
+        "first": first[0][:1],
+    }
     report["start_rss_mb"] = peak_rss_mb()
     results, answers = {}, {}
     for name, work in works.items():
@@ -35,7 +46,11 @@ def main() -> None:
         for repeat in range(job["warm"] + job["repeats"]):
             began = time.perf_counter()
             tokens, stamps = one(llm, work["prompts"][0], work["new"][0])
-            rate = len(work["prompts"][0]) / (stamps[0] - began) if name == "L2" else (len(tokens) - 1) / (stamps[-1] - stamps[0])
+            rate = (
+                len(work["prompts"][0]) / (stamps[0] - began)
+                if name == "L2"
+                else (len(tokens) - 1) / (stamps[-1] - stamps[0])
+            )
             if repeat >= job["warm"]:
                 rates.append(rate)
         results[name], answers[name] = rates, [tokens]

@@ -22,7 +22,12 @@ def main() -> None:
     with LLM(model=job["model"]) as llm:
         outputs = llm.generate(job["start"]["prompts"], greedy(1))
         first = list(outputs[0].completions[0].tokens)
-        report = {"engine": "tradewind", "version": tradewind.__version__, "start_s": time.time() - spawned_s, "first": first}
+        report = {
+            "engine": "tradewind",
+            "version": tradewind.__version__,
+            "start_s": time.time() - spawned_s,
+            "first": first,
+        }
         report |= {"start_rss_mb": peak_rss_mb(), "phases": {phase.name: phase.seconds for phase in llm.phases.done}}
         report["reasons"] = {reason.choice: f"{reason.value}: {reason.why}" for reason in llm.plan.reasons}
         results, answers = {}, {}

@@ -40,7 +40,9 @@ def main() -> None:
             if len(work["prompts"]) == 1:
                 prompt, new = work["prompts"][0], work["new"][0]
                 tokens, stamps = stepped(llm, vllm, prompt, new, tag=f"{name}-{repeat}")
-                rate = len(prompt) / (stamps[0] - began) if name == "L2" else (len(tokens) - 1) / (stamps[-1] - stamps[0])
+                rate = (
+                    len(prompt) / (stamps[0] - began) if name == "L2" else (len(tokens) - 1) / (stamps[-1] - stamps[0])
+                )
                 tokens = [tokens]
             else:
                 prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,8 +94,8 @@ def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
     """The tokenizer of either kind of checkpoint. Raises UserError when the folder has none."""
     if checkpoint.kind == "gguf":
         return TextTokenizer.from_gguf(checkpoint.metadata, generation_config=checkpoint.generation_config)
-    if checkpoint.tokenizer_json is None:
-        raise UserError(f"{checkpoint.path} has no tokenizer.json; put the model's tokenizer.json beside its config.json")
+    _check_tokenizer(checkpoint)
+    assert checkpoint.tokenizer_json is not None
     return TextTokenizer.from_tokenizer_json(
         checkpoint.tokenizer_json,
         tokenizer_config=checkpoint.tokenizer_config,
@@ -125,14 +126,14 @@ def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
 
 def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progress | None = None) -> Executor:
     """Weights, pages and the runner: the whole device wing behind its protocol."""
-    from tradewind.attention.backend import choose_backend
-    from tradewind.device.kv import KVStorage
-    from tradewind.models.registry import family_of
-    from tradewind.runner.executor import LocalExecutor
-    from tradewind.runner.runner import StepRunner
-    from tradewind.weights.load import load_model
-
     plan = planned.plan
+    with phases("imports"):
+        from tradewind.attention.backend import choose_backend
+        from tradewind.device.kv import KVStorage
+        from tradewind.models.registry import family_of
+        from tradewind.runner.executor import LocalExecutor
+        from tradewind.runner.runner import StepRunner
+        from tradewind.weights.load import load_model
     with phases("weights"):
         backend = choose_backend(plan.cache.groups, plan.hardware, ops=ops)
         shown = progress if planned.checkpoint.nbytes >= SHOWN_BYTES else None
@@ -182,36 +183,52 @@ def build_engine(
 def build_planned(
     planned: Planned, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), phases: Phases | None = None
 ) -> Engine:
-    """Everything from a plan. Starts no thread of the engine; the client does when it is asked to."""
+    """Everything from a plan. Starts no thread of the engine; the client does when it is asked to. A failure leaves no thread behind."""
     phases = phases or Phases()
     plan = planned.plan
+    _check_tokenizer(planned.checkpoint)
     # Tokenizer and weights load side by side: the one is the tokenizers library's work, the other C++.
     made: list[TextTokenizer | BaseException] = []
     reading = threading.Thread(target=lambda: made.append(_caught(planned.checkpoint)), name="tradewind-tokenizer")
-    reading.start()
-    try:
+    with ExitStack() as undo:
+        reading.start()
+        undo.callback(reading.join)
         ops, notices = make_ops(plan)
+        undo.callback(getattr(ops, "close", _nothing))
         executor = make_executor(planned, ops, phases=phases, progress=progress)
-    finally:
-        reading.join()
-    with phases("tokenizer"):
-        tokenizer = made[0]
-        if isinstance(tokenizer, BaseException):
-            executor.close()
-            raise tokenizer
-        template = _template(tokenizer)
-    with phases("engine"):
-        scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
-        loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
+        undo.callback(executor.close)
+        with phases("tokenizer"):
+            reading.join()
+            tokenizer = made[0]
+            if isinstance(tokenizer, BaseException):
+                raise tokenizer
+            template = _template(tokenizer)
+        with phases("engine"):
+            scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
+            loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
+            client = LocalClient(loop)
+        undo.pop_all()
     return Engine(
         plan=plan,
         tokenizer=tokenizer,
         template=template,
-        client=LocalClient(loop),
+        client=client,
         phases=phases,
         checkpoint_path=planned.path,
         notices=notices,
     )
+
+
+def _nothing() -> None:
+    """What an op set without threads does to close."""
+
+
+def _check_tokenizer(checkpoint: Checkpoint) -> None:
+    """Raises UserError when the folder has no tokenizer: said before minutes of loading, not after."""
+    if checkpoint.kind != "gguf" and checkpoint.tokenizer_json is None:
+        raise UserError(
+            f"{checkpoint.path} has no tokenizer.json; put the model's tokenizer.json beside its config.json"
+        )
 
 
 def _caught(checkpoint: Checkpoint) -> TextTokenizer | BaseException:

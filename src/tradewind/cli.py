@@ -7,10 +7,12 @@ Refuses to know: how anything is done. A user's mistake is one sentence and exit
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tradewind import __version__
 from tradewind.contract.errors import EngineDeadError, UserError
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tradewind.config.goals import Goals
     from tradewind.contract.request import SamplingParams
     from tradewind.llm import LLM
+    from tradewind.serving.answer import Delta
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_MAX_TOKENS = 512
@@ -26,69 +29,149 @@ SCENARIOS = ("balanced", "latency", "throughput", "memory")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
-    began_s = time.perf_counter()
-    arguments = _parser().parse_args(argv)
+    """Runs one command and returns its exit code: 0, 1 (the engine failed), 2 (the user can put it right) or 130 (Ctrl-C)."""
     try:
-        code: int = arguments.run(arguments, began_s)
+        # What the terminal cannot show is replaced: an answer is never lost to its encoding.
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+        arguments = _parse(argv)
+        code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
+    except SystemExit as error:  # argparse: help was shown, or the arguments make no sense
+        return int(error.code or 0)
     except UserError as error:
-        print(f"tradewind: {error}", file=sys.stderr)
+        _tell(f"tradewind: {error}")
         return error.exit_code
     except EngineDeadError as error:
-        print(f"tradewind: {error}", file=sys.stderr)
+        _tell(f"tradewind: {error}")
         return 1
     except BrokenPipeError:
-        # The reader of our output left (head, less): nothing more to say, and nothing for the interpreter to flush at exit.
-        sys.stdout = None  # type: ignore[assignment]
+        # The reader of our output left (head, less): nothing more to say, and nothing that the interpreter could flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("\ntradewind: interrupted", file=sys.stderr)
+        # From here on it only ends; a second Ctrl-C has nothing left to interrupt but the ending.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _tell("\ntradewind: interrupted")
         return 130
+
+
+def _tell(text: str) -> None:
+    """Says something to the person, not to the reader of the answers."""
+    print(text, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses with one sentence and a close match instead of the whole usage."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        pointer = "" if message.endswith("?") else f"; see {self.prog} --help"
+        self.exit(2, f"tradewind: {message}{pointer}\n")
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Says which option there is not, and which is close to it."""
+        name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"{name!r} is one word too many; quote a text of several words")
+        self.error(f"there is no option {name}{_close_match(name, self._option_string_actions)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = [str(choice) for choice in action.choices or ()]
+        if action.choices is not None and value not in action.choices:
+            close = _close_match(str(value), choices)
+            if isinstance(action, argparse._SubParsersAction):
+                close = close or f'; to ask something: tradewind generate "{value}"'
+                raise argparse.ArgumentError(
+                    None, f"there is no command {value!r}, only {', '.join(choices)}{close}"
+                )
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{close}")
+
+
+def _close_match(word: str, known: Iterable[str]) -> str:
+    """The close match among the known words as the end of a sentence; empty when there is none."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of the command named in them. Exits with 2 and one sentence when they make no sense."""
+    parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    arguments, rest = parser.parse_known_args(argv)
+    prompts = getattr(arguments, "prompts", None)
+    if prompts is not None and not any(word.startswith("-") for word in rest):
+        prompts.extend(rest)  # prompts that stand between options
+    elif rest:
+        arguments.parser.refuse_unknown(rest)
+    # Measured from the start of the process when this is the whole process.
+    arguments.is_process = argv is None
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tradewind", description="An LLM inference engine that is given goals and chooses the means.", allow_abbrev=False
+    parser = _Parser(
+        prog="tradewind",
+        description="An LLM inference engine that is given goals and chooses the means.",
+        epilog="tradewind COMMAND --help tells about a command.",
     )
     parser.add_argument("--version", action="version", version=f"tradewind {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        made.set_defaults(run=run)
+    def command(name: str, run: Any, text: str, *, arguments: str = "") -> argparse.ArgumentParser:
+        usage = f"%(prog)s [options]{arguments}"
+        made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, usage=usage)
+        made.set_defaults(run=run, parser=made)
         return made
 
-    generate = command("generate", _generate, "Answer one or more prompts (from stdin when none is given).")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT")
+    generate = command("generate", _generate, "Answer one or more prompts.", arguments=" [PROMPT ...]")
+    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="read from standard input when none is given")
     generate.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     generate.add_argument("--system", metavar="TEXT", help="system message")
     generate.add_argument("--json", action="store_true", help="one JSON object per answer instead of text")
-    generate.add_argument("--quiet", action="store_true", help="no progress and no timing line")
+    generate.add_argument(
+        "--quiet", action="store_true", help="nothing but the answer: no progress, notices and timing line"
+    )
     _add_model(generate)
     _add_sampling(generate)
+    generate.add_argument("--n", type=int, default=1, metavar="N", help="answers per prompt")
+    generate.add_argument("--logprobs", type=int, metavar="K", help="with --json: the K best at each position")
 
     chat = command("chat", _chat, "Talk to a model. /reset forgets the conversation, /exit ends it.")
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_model(chat)
     _add_sampling(chat)
 
-    plan = command("plan", _plan, "Print what would be chosen for a model, the memory ledger and every reason; loads no weights.")
-    plan.add_argument("model_name", nargs="?", metavar="MODEL", default=None, help=f"as --model (default {DEFAULT_MODEL})")
+    text = "Print what would be chosen for a model, the memory ledger and every reason; loads no weights."
+    plan = command("plan", _plan, text, arguments=" [MODEL]")
+    plan.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
     _add_model(plan)
 
-    techniques = command("techniques", _techniques, "List every optimisation technique with its switch, price and last measured effect.")
+    techniques = command(
+        "techniques", _techniques, "List every optimisation with its switch, price and last measured effect."
+    )
     techniques.add_argument("--json", action="store_true", help="the table as JSON")
 
-    bench = command("bench", _bench, "Measure.")
+    bench = command("bench", _bench, "Measure.", arguments=" {offline}")
     bench.add_argument("what", choices=["offline"], help="offline: the engine in this process, no server")
-    bench.add_argument("--workloads", metavar="NAMES", default="L1,L2,L3,L4,chat", help="comma-separated (default %(default)s)")
-    bench.add_argument("--repeats", type=_whole, default=3, metavar="N", help="counted runs of each workload (default 3)")
+    bench.add_argument(
+        "--workloads", metavar="NAMES", default="L1,L2,L3,L4,chat", help="comma-separated (default %(default)s)"
+    )
+    bench.add_argument(
+        "--repeats", type=_whole, default=3, metavar="N", help="counted runs of each workload (default 3)"
+    )
     bench.add_argument("--out", metavar="FILE", help="write the report as JSON; a plot goes beside it as PNG")
     _add_model(bench)
     return parser
@@ -96,20 +179,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     goals = parser.add_argument_group("goals")
-    goals.add_argument("--model", default=DEFAULT_MODEL, help="local folder, .gguf file, packaged name or Hub id (default %(default)s)")
-    goals.add_argument("--scenario", choices=SCENARIOS, default="balanced")
+    goals.add_argument("--model", help=f"local folder, .gguf file, packaged name or Hub id (default {DEFAULT_MODEL})")
+    goals.add_argument(
+        "--scenario", choices=SCENARIOS, default="balanced", help="what matters most (default %(default)s)"
+    )
     goals.add_argument("--memory-limit", metavar="SIZE", help="ceiling for everything, e.g. 2GiB")
     goals.add_argument("--max-context", type=_whole, metavar="TOKENS", help="prompt and answer together")
     means = parser.add_argument_group("means (chosen for you, with reasons, unless pinned here)")
-    means.add_argument("--backend", choices=["cpu", "plain"])
+    means.add_argument("--backend", choices=["cpu", "plain"], help="the C++ ops, or torch (slow, any machine)")
     means.add_argument("--compute", choices=["f32", "bf16", "int8"], help="how matmuls are computed")
     means.add_argument("--quantization", choices=["none", "int8", "int4"], help="quantise unquantised weights at load")
-    means.add_argument("--kv-format", choices=["f32", "f16", "bf16"])
-    means.add_argument("--page-tokens", type=_whole, metavar="N")
-    means.add_argument("--max-tokens-per-step", type=_whole, metavar="N")
-    means.add_argument("--max-running", type=_whole, metavar="N")
-    means.add_argument("--policy", choices=["arrival", "priority"])
-    means.add_argument("--threads", type=_whole, metavar="N")
+    means.add_argument("--kv-format", choices=["f32", "f16", "bf16"], help="how keys and values are kept")
+    means.add_argument("--page-tokens", type=_whole, metavar="N", help="tokens of a page of keys and values")
+    means.add_argument("--max-tokens-per-step", type=_whole, metavar="N", help="longer prompts are computed in chunks")
+    means.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
+    means.add_argument("--policy", choices=["arrival", "priority"], help="who is served first")
+    means.add_argument("--threads", type=_whole, metavar="N", help="threads that compute")
     for name, text in (
         ("prefix-cache", "reuse the KV of shared prefixes"),
         ("overlap", "decide the next step while this one runs"),
@@ -120,20 +205,30 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=_whole, metavar="N", help=f"default {DEFAULT_MAX_TOKENS}, or what the context leaves")
-    group.add_argument("--min-tokens", type=int, default=0, metavar="N")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    group.add_argument("--top-k", type=int, default=0)
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--min-p", type=float, default=0.0)
-    group.add_argument("--repetition-penalty", type=float, default=1.0)
-    group.add_argument("--presence-penalty", type=float, default=0.0)
-    group.add_argument("--frequency-penalty", type=float, default=0.0)
-    group.add_argument("--seed", type=int)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
-    group.add_argument("--ignore-eos", action="store_true")
-    group.add_argument("--n", type=int, default=1, help="answers per prompt")
-    group.add_argument("--logprobs", type=int, metavar="K", help="with --json: the K best at each position")
+    group.add_argument(
+        "--max-tokens", type=_whole, metavar="N", help=f"default {DEFAULT_MAX_TOKENS}, or what the context leaves"
+    )
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before so many tokens")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default) takes the best token, 1 draws"
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw among the K best (0: all)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw among the best that make up P")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens under P of the best one's probability"
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="over 1: against tokens of prompt and answer"
+    )
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="against tokens of the answer")
+    group.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, by how often they came"
+    )
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same answer")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
 
 
 def _whole(text: str) -> int:
@@ -152,9 +247,9 @@ def _goals(arguments: argparse.Namespace) -> Goals:
     from tradewind.config.sizes import parse_bytes
 
     return Goals(
-        model=arguments.model,
+        model=DEFAULT_MODEL if arguments.model is None else arguments.model,
         scenario=arguments.scenario,
-        memory_limit_bytes=parse_bytes(arguments.memory_limit) if arguments.memory_limit else None,
+        memory_limit_bytes=None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit),
         max_context=arguments.max_context,
         means=Means(
             backend=arguments.backend,
@@ -174,9 +269,11 @@ def _goals(arguments: argparse.Namespace) -> Goals:
 
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling values, checked as far as that can be done without a model."""
     from tradewind.contract.request import SamplingParams
+    from tradewind.serving.text_stream import check_stops
 
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -187,158 +284,217 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
         min_tokens=arguments.min_tokens,
-        stop=tuple(arguments.stop),
+        stop=check_stops(arguments.stop),
         ignore_eos=arguments.ignore_eos,
-        logprobs=arguments.logprobs,
-        n=arguments.n,
+        logprobs=getattr(arguments, "logprobs", None),
+        n=getattr(arguments, "n", 1),
     )
+    sampling.check(vocab_size=1 << 31)
+    return sampling
 
 
-def _open(arguments: argparse.Namespace, began_s: float, *, quiet: bool = False) -> LLM:
+def _open(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
+    from tradewind.phases import process_began_s
+
+    # Before the large imports, so that they count.
+    began_s = process_began_s() if arguments.is_process else None
+    goals = _goals(arguments)
     from tradewind.llm import LLM
 
-    llm = LLM(goals=_goals(arguments), progress=not quiet and sys.stderr.isatty(), began_s=began_s)
-    for notice in llm.notices:
-        print(f"tradewind: {notice}", file=sys.stderr)
+    llm = LLM(goals=goals, progress=not quiet, began_s=began_s)
+    if not quiet:
+        for notice in llm.notices:
+            _tell(f"tradewind: {notice}")
     return llm
 
 
 # ------------------------------------------------------------------------------------------------------------- commands
 
 
-def _generate(arguments: argparse.Namespace, began_s: float) -> int:
-    import msgspec
-
-    sampling = _sampling(arguments)
-    prompts: list[str] = arguments.prompts or _from_stdin()
-    if any(not prompt.strip() for prompt in prompts):
-        raise UserError("the prompt is empty; give some text")
+def _generate(arguments: argparse.Namespace) -> int:
     # What can be refused without the model is refused before anything is loaded.
-    sampling.check(vocab_size=1 << 31)
-    with _open(arguments, began_s, quiet=arguments.quiet) as llm:
+    sampling = _sampling(arguments)
+    if arguments.raw and arguments.system is not None:
+        raise UserError("--system needs the chat template, which --raw leaves out; give one of the two")
+    if arguments.logprobs is not None and not arguments.json:
+        raise UserError("--logprobs are shown only with --json")
+    prompts: list[str] = arguments.prompts or [_from_stdin()]
+    for place, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            which = "the prompt" if len(prompts) == 1 else f"prompt {place} of {len(prompts)}"
+            raise UserError(f"{which} is empty; give some text")
+    with _open(arguments, quiet=arguments.quiet) as llm:
         asked: list[Any] = list(prompts)
         if not arguments.raw:
-            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-            asked = [[*system, {"role": "user", "content": prompt}] for prompt in prompts]
+            asked = [[*_system(arguments), {"role": "user", "content": prompt}] for prompt in prompts]
         sampling = llm.with_default_length(sampling, asked, DEFAULT_MAX_TOKENS)
         if arguments.json or len(asked) * sampling.n > 1:
-            outputs = llm.generate(asked, sampling, progress=not arguments.quiet)
-            for output in outputs:
-                for completion in output.completions:
-                    if arguments.json:
-                        record = {"prompt": prompts[output.index], "prompt_tokens": len(output.prompt_tokens)}
-                        record |= {"cached_tokens": output.cached_tokens, **msgspec.to_builtins(completion)}
-                        print(msgspec.json.encode(record).decode())
-                    else:
-                        label = f"[{output.index + 1}.{completion.sample + 1}] " if sampling.n > 1 else f"[{output.index + 1}] "
-                        print(label + completion.text.strip())
+            errors = _print_outputs(
+                llm.generate(asked, sampling, progress=not arguments.quiet), prompts, as_json=arguments.json
+            )
         else:
-            _say(llm.stream(asked[0], sampling))
+            errors = _say(llm.stream(asked[0], sampling), [])
+        for error in errors:
+            _tell(f"tradewind: {error}")
         if not arguments.quiet:
-            print(llm.summary(), file=sys.stderr)
+            _tell(llm.summary())
+    return 1 if errors else 0
+
+
+def _print_outputs(outputs: Sequence[Any], prompts: Sequence[str], *, as_json: bool) -> list[str]:
+    """Prints answers that are whole; returns why some are not."""
+    import msgspec
+
+    errors: list[str] = []
+    for output in outputs:
+        for completion in output.completions:
+            label = (
+                str(output.index + 1) if len(output.completions) == 1 else f"{output.index + 1}.{completion.sample + 1}"
+            )
+            if completion.error is not None:
+                errors.append(f"answer {label} ended early: {completion.error}")
+            if as_json:
+                record = {"prompt": prompts[output.index], "prompt_tokens": len(output.prompt_tokens)}
+                record |= {"cached_tokens": output.cached_tokens, **msgspec.to_builtins(completion)}
+                print(msgspec.json.encode(record).decode())
+            else:
+                print(f"[{label}] {completion.text.strip()}")
+    return errors
+
+
+def _say(deltas: Generator[Delta, None, None], pieces: list[str]) -> list[str]:
+    """Prints a streamed answer as it comes and adds it to `pieces`; returns why it ended early, if it did."""
+    errors: list[str] = []
+    with closing(deltas):
+        try:
+            for delta in deltas:
+                pieces.append(delta.text)
+                print(delta.text, end="", flush=True)
+                if delta.error is not None:
+                    errors.append(f"the answer ended early: {delta.error}")
+        finally:
+            print(flush=True)
+    return errors
+
+
+def _system(arguments: argparse.Namespace) -> list[dict[str, str]]:
+    return [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+
+
+def _from_stdin() -> str:
+    """All of standard input, less the line's end that echo and editors put there."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UserError("there is no prompt; give one as an argument or on standard input")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not text: {error}") from None
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    sampling = _sampling(arguments)
+    with _open(arguments) as llm:
+        interactive = sys.stdin.isatty()
+        if interactive:
+            _tell(f"{llm.plan.model}: /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer")
+        messages = _system(arguments)
+        while (text := _read_line(interactive)) is not None:
+            if text in ("/exit", "/quit"):
+                break
+            if text == "/reset":
+                messages = _system(arguments)
+                _tell("(forgotten)")
+            elif text.startswith("/"):
+                _tell(f"(there is no {text.split()[0]}; there are /reset and /exit)")
+            elif text:
+                messages = _turn(llm, [*messages, {"role": "user", "content": text}], sampling) or messages
     return 0
 
 
-def _say(deltas: Iterator[Any]) -> str:
-    """Prints a streamed answer as it comes and returns it whole."""
+def _turn(llm: LLM, asked: list[dict[str, str]], sampling: SamplingParams) -> list[dict[str, str]] | None:
+    """Answers once and returns the conversation with the answer; None when there was none."""
     pieces: list[str] = []
-    for delta in deltas:
-        if delta.error is not None:
-            raise UserError(f"the answer ended early: {delta.error}")
-        pieces.append(delta.text)
-        print(delta.text, end="", flush=True)
-    print()
-    return "".join(pieces)
+    try:
+        sampling = llm.with_default_length(sampling, [asked], DEFAULT_MAX_TOKENS)
+        errors = _say(llm.stream(asked, sampling), pieces)
+        for error in errors:
+            _tell(f"({error})")
+    except UserError as error:
+        # A conversation that grew over the limit is refused, not cut: the person decides what to forget.
+        _tell(f"({error}; /reset starts anew)")
+    except KeyboardInterrupt:
+        # Stops this answer only; what was said stays said, and the stream's clean-up has ended the request.
+        _tell("(stopped)")
+    return [*asked, {"role": "assistant", "content": "".join(pieces)}] if pieces else None
 
 
-def _from_stdin() -> list[str]:
-    if sys.stdin is None or sys.stdin.isatty():
-        raise UserError("no prompt: give one as an argument, or on standard input")
-    return [sys.stdin.read()]
+def _read_line(interactive: bool) -> str | None:
+    """The next line; None at the end. Ctrl-C at the prompt drops what was typed."""
+    if not interactive:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    while True:
+        try:
+            if sys.stdout.isatty():
+                return input("> ").strip()
+            # Standard output has only answers, also when it goes to a file and the person is at the keyboard.
+            print("> ", end="", file=sys.stderr, flush=True)
+            return input().strip()
+        except EOFError:
+            _tell("")
+            return None
+        except KeyboardInterrupt:
+            _tell("\n(Ctrl-D or /exit ends the conversation)")
 
 
-def _chat(arguments: argparse.Namespace, began_s: float) -> int:
-    sampling = _sampling(arguments)
-    if sampling.n != 1:
-        raise UserError(f"--n is {sampling.n}; a chat has one answer at a time")
-    sampling.check(vocab_size=1 << 31)
-    with _open(arguments, began_s) as llm:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        messages = list(system)
-        interactive = sys.stdin.isatty()
-        if interactive:
-            print(f"{llm.plan.model}: /reset forgets the conversation, /exit or Ctrl-D ends it", file=sys.stderr)
-        while True:
-            try:
-                line = input("> " if interactive else "")
-            except EOFError:
-                return 0
-            text = line.strip()
-            if not text:
-                continue
-            if text in ("/exit", "/quit"):
-                return 0
-            if text == "/reset":
-                messages = list(system)
-                print("(forgotten)", file=sys.stderr)
-                continue
-            if text.startswith("/"):
-                print(f"(no such command: {text.split()[0]}; there are /reset and /exit)", file=sys.stderr)
-                continue
-            asked = [*messages, {"role": "user", "content": text}]
-            try:
-                answer = _say(llm.stream(asked, llm.with_default_length(sampling, [asked], DEFAULT_MAX_TOKENS)))
-            except UserError as error:
-                # A conversation that grew over the limit is refused, not cut: the person decides what to forget.
-                print(f"({error}; /reset starts anew)", file=sys.stderr)
-                continue
-            except KeyboardInterrupt:
-                # Stops this answer only; the stream's clean-up has cancelled the request.
-                print("\n(stopped)", file=sys.stderr)
-                continue
-            messages = [*asked, {"role": "assistant", "content": answer}]
-
-
-def _plan(arguments: argparse.Namespace, began_s: float) -> int:
+def _plan(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from tradewind.assemble import make_plan
     from tradewind.plan_view import plan_text
-    from tradewind.weights.fetch import RichProgress, Silent
+    from tradewind.weights.fetch import RichProgress
 
     if arguments.model_name is not None:
+        if arguments.model not in (None, arguments.model_name):
+            raise UserError(f"two models are named, {arguments.model_name!r} and {arguments.model!r}; give one")
         arguments.model = arguments.model_name
-    plan = make_plan(_goals(arguments), progress=RichProgress() if sys.stderr.isatty() else Silent()).plan
+    plan = make_plan(_goals(arguments), progress=RichProgress()).plan
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
-        return 0
-    from rich.console import Console
-
-    Console().print(plan_text(plan))
+    else:
+        _print_rich(plan_text(plan))
     return 0
 
 
-def _techniques(arguments: argparse.Namespace, began_s: float) -> int:
+def _techniques(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from tradewind.config.techniques import TECHNIQUES
+    from tradewind.plan_view import techniques_text
 
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(TECHNIQUES), indent=2).decode())
-        return 0
-    from rich.console import Console
-
-    from tradewind.plan_view import techniques_text
-
-    Console().print(techniques_text(TECHNIQUES))
+    else:
+        _print_rich(techniques_text(TECHNIQUES))
     return 0
 
 
-def _bench(arguments: argparse.Namespace, began_s: float) -> int:
-    from tradewind.bench.offline import run_and_report
+def _print_rich(what: Any) -> None:
+    """Prints tables through our own stdout, so that a reader who leaves is met the same way everywhere."""
+    from rich.console import Console
+
+    console = Console()
+    with console.capture() as captured:
+        console.print(what)
+    print(captured.get(), end="")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from tradewind.bench.offline import check_arguments, run_and_report
 
     names = [name.strip() for name in arguments.workloads.split(",") if name.strip()]
-    with _open(arguments, began_s) as llm:
+    check_arguments(workloads=names, repeats=arguments.repeats)
+    with _open(arguments) as llm:
         run_and_report(llm, workloads=names, repeats=arguments.repeats, out=arguments.out)
     return 0
 

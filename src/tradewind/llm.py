@@ -9,11 +9,16 @@ Knows: prompts, messages and answers. Refuses to know: how an engine is built (a
 
 from __future__ import annotations
 
-import asyncio
+import os
+import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 import msgspec
 
@@ -21,13 +26,14 @@ from tradewind.assemble import Engine, build_engine
 from tradewind.config.goals import Goals, Means
 from tradewind.config.plan import Plan
 from tradewind.config.sizes import parse_bytes
-from tradewind.contract.errors import RequestError, UserError
+from tradewind.contract.errors import EngineDeadError, RequestError, UserError
 from tradewind.contract.request import SamplingParams
 from tradewind.contract.step import TokenLogprobs
 from tradewind.engine.client import Handle
 from tradewind.phases import Phases
 from tradewind.serving.answer import Answer, Completion, Delta
 from tradewind.serving.intake import Intake, Limits
+from tradewind.serving.tokenizer import TextTokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -51,11 +57,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LLM:
-    """One engine in this process. Use it as a context manager, or call `close()`."""
+    """One engine in this process. Use it as a context manager, or call `close()`.
+
+    Calls may come from several threads and from inside a loop over a stream: each drives the engine for all.
+    """
 
     def __init__(
         self,
-        model: str = "smollm2",
+        model: str | os.PathLike[str] = "smollm2",
         *,
         scenario: str = "balanced",
         memory_limit: int | str | None = None,
@@ -67,16 +76,17 @@ class LLM:
     ) -> None:
         """Builds the engine: `model` is a folder, a .gguf file, a packaged name or a Hub id; `means` pins choices (config.goals.Means).
 
-        `goals` replaces all of these. `began_s`: when the process began, for the start-up times. Raises UserError with advice.
+        `goals` replaces all of these. `progress` tells about downloads and long loads on standard error. `began_s`: when the start
+        began by `time.perf_counter`, for the start-up times. Raises UserError with advice.
         """
         if goals is None:
             goals = _goals(model, scenario=scenario, memory_limit=memory_limit, max_context=max_context, means=means)
+        shown = None
         if progress:
             from tradewind.weights.fetch import RichProgress
 
-            self._engine = build_engine(goals, progress=RichProgress(), began_s=began_s)
-        else:
-            self._engine = build_engine(goals, began_s=began_s)
+            shown = RichProgress()
+        self._engine = build_engine(goals, progress=shown, began_s=began_s)
         plan = self._engine.plan
         eos = self._engine.tokenizer.eos_ids | set(plan.card.eos_ids)
         self._intake = Intake(
@@ -87,6 +97,9 @@ class LLM:
             )
         )
         self._finished: list[Answer] = []
+        # Who holds it runs the engine. Not reentrant: a turn never begins inside a turn.
+        self._turn = threading.Lock()
+        self._closed = False
 
     # -- facts
 
@@ -110,17 +123,33 @@ class LLM:
         """The parts, for tools."""
         return self._engine
 
+    @property
+    def tokenizer(self) -> TextTokenizer:
+        """Between text and token ids."""
+        return self._engine.tokenizer
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The folder or file that the weights came from."""
+        return self._engine.checkpoint_path
+
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids that a prompt becomes; changes nothing. Raises RequestError or UserError."""
-        if isinstance(prompt, str):
-            return self._engine.tokenizer.encode(prompt, add_special=True)
-        if not isinstance(prompt, Sequence):
-            raise RequestError(f"a prompt must be text, token ids or messages, not {type(prompt).__name__}")
-        if prompt and isinstance(prompt[0], Mapping):
-            template = self._engine.template
-            if isinstance(template, UserError):
-                raise template
-            return self._engine.tokenizer.encode_chat(template.render(prompt))  # type: ignore[arg-type]
+        prompt = _plain(prompt)
+        try:
+            if isinstance(prompt, str):
+                return self._engine.tokenizer.encode(prompt, add_special=True)
+            if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+                raise RequestError(f"a prompt must be text, token ids or messages, not {type(prompt).__name__}")
+            if prompt and isinstance(prompt[0], Mapping):
+                template = self._engine.template
+                if isinstance(template, UserError):
+                    raise template
+                return self._engine.tokenizer.encode_chat(template.render(prompt))  # type: ignore[arg-type]
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has half a character at {error.start} ({error.object[error.start]!r}), which is no text"
+            ) from None
         return list(prompt)  # type: ignore[arg-type]
 
     def with_default_length(self, sampling: SamplingParams, prompts: Sequence[Prompt], tokens: int) -> SamplingParams:
@@ -141,10 +170,10 @@ class LLM:
     ) -> list[Output]:
         """Answers every prompt and returns one Output each, in order. Nothing is queued unless every prompt is acceptable.
 
-        Interrupting it (Ctrl-C) cancels what is open. `progress` shows a bar when the call takes over a second.
+        `sampling`: one for all or one each; None is greedy. Interrupting it (Ctrl-C) ends what is open. `progress` shows a bar on a
+        terminal when the call takes over a second. A Completion with `error` set is one that the engine could not finish.
         """
-        batch = _as_batch(prompts)
-        answers = self.prepare(batch, sampling)
+        answers = self.prepare(_as_batch(prompts), sampling)
         wanted = sum(answer.request.max_tokens for answer in answers)
         with _bar(f"{len(answers)} answers", wanted if progress else 0) as advance:
             for delta in self._run(answers):
@@ -152,24 +181,37 @@ class LLM:
         return outputs_of(answers)
 
     def chat(
-        self, messages: Sequence[Message] | Sequence[Sequence[Message]], sampling: SamplingParams | None = None, *, progress: bool = False
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Output]:
         """`generate` for one conversation (a list of messages) or several (a list of such lists)."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError("chat needs a list of messages, each with a role and content")
         return self.generate(messages, sampling, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
-        """Answers one prompt piece by piece. Leaving the loop early cancels the request."""
-        yield from self._run(self.prepare([prompt], sampling))
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Delta, None, None]:
+        """Answers one prompt piece by piece; what is wrong with it is raised here, before the first piece is asked for.
+
+        Leaving the loop early ends the request. Closing the LLM in the loop ends it with finish "abort".
+        """
+        return self._run(self.prepare([prompt], sampling))
 
     def forget(self) -> None:
-        """Drops everything the prefix cache keeps for later; call it when nothing runs."""
-        self._engine.client.forget()
+        """Drops everything the prefix cache keeps for later and no running request uses."""
+        if self._engine.client.threaded:
+            self._engine.client.forget()
+        else:
+            with self._turn, _Uninterrupted():
+                self._engine.client.forget()
 
     def summary(self) -> str:
         """One line about the last call and the start, for people."""
-        done = [answer for answer in self._finished if answer.finished_s is not None and answer.first_token_s is not None]
+        done = [
+            answer for answer in self._finished if answer.finished_s is not None and answer.first_token_s is not None
+        ]
         if not done:
             return self.phases.text()
         tokens = sum(len(answer.completion().tokens) for answer in done)
@@ -181,10 +223,15 @@ class LLM:
         return f"[{prompt} tokens in, {tokens} out, first after {first * 1e3:.0f} ms{rate}; {self.phases.text()}]"
 
     def close(self) -> None:
-        """Ends the engine and its threads; safe to call twice."""
-        self._engine.client.close()
+        """Ends open requests with "abort", the engine and its threads; safe to call twice."""
+        self._closed = True
+        if self._engine.client.threaded:
+            self._engine.client.close()
+        else:
+            with self._turn, _Uninterrupted():
+                self._engine.client.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -196,49 +243,101 @@ class LLM:
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Answer]:
         """One Answer per prompt and sample, nothing queued yet. Raises RequestError or UserError naming what is wrong."""
-        if sampling is None:
-            sampling = SamplingParams(temperature=0.0)
-        per_prompt = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(per_prompt) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts but {len(per_prompt)} sampling values; give one for all, or one each")
+        if self._closed:
+            raise EngineDeadError("this LLM was closed; make a new one")
+        each = _sampling_each(sampling, len(prompts))
         answers: list[Answer] = []
-        for index, (prompt, params) in enumerate(zip(prompts, per_prompt, strict=True)):
-            if not isinstance(params, SamplingParams):
-                raise RequestError(f"sampling must be SamplingParams, not {type(params).__name__}")
-            requests = self._intake.requests(self.tokenize(prompt), params, now_s=time.monotonic())
+        for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests = self._intake.requests(self.tokenize(prompt), params, now_s=time.monotonic())
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(f"prompt {index + 1} of {len(prompts)}: {error}") from None
             for sample, request in enumerate(requests):
                 answers.append(Answer(request, self._engine.tokenizer, prompt=index, sample=sample))
         self._finished = answers
         return answers
 
-    def _run(self, answers: list[Answer]) -> Iterator[Delta]:
-        """Submits, drives the engine in this thread, and yields deltas until every answer is done; cancels what is open at the end."""
+    def _run(self, answers: list[Answer]) -> Generator[Delta, None, None]:
+        """Submits, drives the engine in this thread, and yields deltas until every answer is done; ends what is open at the end."""
         client = self._engine.client
         handles: list[tuple[Handle, Answer]] = []
         try:
-            for answer in answers:
-                handles.append((client.submit(answer.request), answer))
-            waiting = handles
+            with self._turn, _Uninterrupted():
+                for answer in answers:  # each is known to the clean-up as soon as it is queued
+                    handles.append((client.submit(answer.request), answer))  # noqa: PERF401
+            waiting = list(handles)
             while waiting:
-                client.drive()
-                for handle, answer in waiting:
+                heard = False
+                still: list[tuple[Handle, Answer]] = []
+                for pair in waiting:
+                    handle, answer = pair
+                    ended = False
                     for event in handle.take():
+                        heard, ended = True, event.finish is not None
                         delta = answer.take(event)
-                        if answer.stopped_by_text and event.finish is None:
+                        if answer.stopped_by_text and not ended:
                             handle.finish()
                         if delta is not None:
                             yield delta
-                waiting = [pair for pair in waiting if not pair[0].done]
+                    if not ended:
+                        still.append(pair)
+                waiting = still
+                if waiting and not heard:
+                    # Another thread's turn, or a call from inside our caller's loop, may have brought what we wait for.
+                    with self._turn, _Uninterrupted():
+                        if not any(handle.done for handle, _ in waiting):
+                            client.drive()
         finally:
-            for handle, _ in handles:
-                if not handle.done:
-                    handle.cancel()
+            self._end([handle for handle, _ in handles if not handle.done])
+
+    def _end(self, handles: list[Handle]) -> None:
+        """Cancels requests and gives their pages back."""
+        for handle in handles:
+            handle.cancel()
+        # Whoever is inside a turn does it then: another thread, or ourselves when a forgotten stream is collected in the middle of one.
+        if handles and self._turn.acquire(blocking=False):
+            try:
+                with _Uninterrupted():
+                    while not all(handle.done for handle in handles):
+                        self._engine.client.drive()
+            finally:
+                self._turn.release()
+
+
+class _Uninterrupted:
+    """Holds Ctrl-C back until the block is done, so that it never meets the engine between two of its states.
+
+    A turn takes milliseconds to parts of a second. Only where Python's own handler would raise KeyboardInterrupt; everybody else's is
+    left alone.
+    """
+
+    def __init__(self) -> None:
+        self._pressed = self._mine = False
+
+    def __enter__(self) -> None:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
+            self._mine = True
+            signal.signal(signal.SIGINT, self._press)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = True
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._pressed and kind is None:
+                raise KeyboardInterrupt
 
 
 class AsyncLLM:
     """The same engine for asyncio: it runs in a thread of its own, and any number of calls may be open at once."""
 
-    def __init__(self, model: str = "smollm2", **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "smollm2", **options: Any) -> None:
         """Takes the arguments of `LLM`. Blocks while it loads; run it in a thread where that matters."""
         self._llm = LLM(model, **options)
         self._llm.engine.client.start()
@@ -248,14 +347,25 @@ class AsyncLLM:
         """What was decided, with reasons."""
         return self._llm.plan
 
-    async def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncIterator[Delta]:
-        """Answers one prompt (n samples) piece by piece. Leaving the loop early, or cancelling the task, cancels the request."""
-        answers = self._llm.prepare([prompt], sampling)
-        async for delta in self._run(answers):
-            yield delta
+    @property
+    def phases(self) -> Phases:
+        """How long the start took, by phase."""
+        return self._llm.phases
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, one sentence each."""
+        return self._llm.notices
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncGenerator[Delta, None]:
+        """Answers one prompt (n samples) piece by piece; what is wrong with it is raised here, before the first piece is asked for.
+
+        Cancelling the task ends the request, and so does leaving the loop early (at once with `contextlib.aclosing`).
+        """
+        return self._run(self._llm.prepare([prompt], sampling))
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Output:
-        """Answers one prompt and returns it whole: the sum of its stream."""
+        """Answers one prompt and returns it whole: the sum of its stream. Many at once: `asyncio.gather`."""
         answers = self._llm.prepare([prompt], sampling)
         async for _ in self._run(answers):
             pass
@@ -265,19 +375,28 @@ class AsyncLLM:
         """`generate` for one conversation."""
         return await self.generate(messages, sampling)
 
-    async def _run(self, answers: list[Answer]) -> AsyncIterator[Delta]:
-        deltas: asyncio.Queue[Delta | None] = asyncio.Queue()
+    def forget(self) -> None:
+        """Drops everything the prefix cache keeps for later and no running request uses."""
+        self._llm.forget()
+
+    async def _run(self, answers: list[Answer]) -> AsyncGenerator[Delta, None]:
+        import asyncio
+
+        deltas: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
         client = self._llm.engine.client
         handles: list[Handle] = []
 
         async def read(handle: Handle, answer: Answer) -> None:
-            async for event in handle:
-                delta = answer.take(event)
-                if answer.stopped_by_text and event.finish is None:
-                    handle.finish()
-                if delta is not None:
-                    deltas.put_nowait(delta)
-            deltas.put_nowait(None)
+            try:
+                async for event in handle:
+                    delta = answer.take(event)
+                    if answer.stopped_by_text and event.finish is None:
+                        handle.finish()
+                    if delta is not None:
+                        deltas.put_nowait(delta)
+                deltas.put_nowait(None)
+            except Exception as error:  # whoever reads the deltas must not wait for ever
+                deltas.put_nowait(error)
 
         readers: list[asyncio.Task[None]] = []
         try:
@@ -288,6 +407,8 @@ class AsyncLLM:
             ended = 0
             while ended < len(readers):
                 delta = await deltas.get()
+                if isinstance(delta, BaseException):
+                    raise delta
                 if delta is None:
                     ended += 1
                 else:
@@ -300,10 +421,12 @@ class AsyncLLM:
                 reader.cancel()
 
     async def close(self) -> None:
-        """Ends the engine and its threads; safe to call twice."""
+        """Ends open requests with "abort", the engine and its threads; safe to call twice."""
+        import asyncio
+
         await asyncio.to_thread(self._llm.close)
 
-    async def __aenter__(self) -> AsyncLLM:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -333,14 +456,29 @@ def outputs_of(answers: Sequence[Answer]) -> list[Output]:
 
 
 def _goals(
-    model: str, *, scenario: str, memory_limit: int | str | None, max_context: int | None, means: Mapping[str, Any]
+    model: str | os.PathLike[str],
+    *,
+    scenario: str,
+    memory_limit: int | str | None,
+    max_context: int | None,
+    means: Mapping[str, Any],
 ) -> Goals:
     """Goals from keyword arguments; every name and type is checked. Raises UserError naming the wrong one."""
+    known = sorted(Means.__struct_fields__)
+    for name in means:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"there is no choice named {name!r}{hint} (there are {', '.join(known)})")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    raw = {"model": model, "scenario": scenario, "memory_limit_bytes": limit, "max_context": max_context, "means": dict(means)}
-    unknown = sorted(set(means) - set(Means.__struct_fields__))
-    if unknown:
-        raise UserError(f"there is no choice named {unknown[0]!r}; there are {', '.join(sorted(Means.__struct_fields__))}")
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    raw = {
+        "model": name,
+        "scenario": scenario,
+        "memory_limit_bytes": limit,
+        "max_context": max_context,
+        "means": dict(means),
+    }
     try:
         return msgspec.convert(raw, Goals, strict=True)
     except msgspec.ValidationError as error:
@@ -349,16 +487,39 @@ def _goals(
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several -> several. A list of messages or of token ids is one prompt; a list of lists or of texts is several."""
+    prompts = _plain(prompts)
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be text, token ids, messages, or a list of these, not {type(prompts).__name__}")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"prompts must be text, token ids, messages, or a list of these, not {type(prompts).__name__}"
+        )
     if not prompts:
         raise RequestError("there is no prompt; give at least one")
-    first = prompts[0]
+    first = _plain(prompts[0])
     if isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping)):
         return list(prompts)  # type: ignore[arg-type]
     return [prompts]  # type: ignore[list-item]
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors of token ids as lists; everything else as it is."""
+    return value.tolist() if not isinstance(value, memoryview) and hasattr(value, "tolist") else value
+
+
+def _sampling_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt. Raises RequestError for other things and other numbers."""
+    if sampling is None:
+        sampling = SamplingParams(temperature=0.0)
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(one, SamplingParams) for one in sampling):
+        raise RequestError(
+            f"sampling must be SamplingParams, or a list with one for each prompt, not {type(sampling).__name__}"
+        )
+    if len(sampling) != count:
+        raise RequestError(f"{count} prompts but {len(sampling)} sampling values; give one for all, or one each")
+    return list(sampling)
 
 
 @contextmanager

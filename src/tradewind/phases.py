@@ -1,6 +1,6 @@
 """Start-up in named phases whose times add up.
 
-Knows: what each phase took. Refuses to know: what the phases do.
+Knows: what each phase took, and when this process began. Refuses to know: what the phases do.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 
@@ -23,6 +24,7 @@ class Phases:
     """Collects phases; the time between two of them is not lost but counted to the next one."""
 
     def __init__(self, *, began_s: float | None = None) -> None:
+        """`began_s`: when the first phase began, by `time.perf_counter`; None is now."""
         self._last = time.perf_counter() if began_s is None else began_s
         self.done: list[Phase] = []
 
@@ -41,6 +43,24 @@ class Phases:
         return sum(phase.seconds for phase in self.done)
 
     def text(self) -> str:
-        """One line: the total and its parts in the order in which they ran."""
-        parts = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in self.done)
-        return f"ready in {self.total_s:.2f} s ({parts})"
+        """One line: the total and its parts in the order in which they ran; what took under 5 ms is left out of the parts."""
+        parts = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in self.done if phase.seconds >= 0.005)
+        return f"ready in {self.total_s:.2f} s ({parts})" if parts else f"ready in {self.total_s:.2f} s"
+
+
+def process_began_s() -> float:
+    """When this process began, by `time.perf_counter`: from Linux to 1/100 s, elsewhere the latest time that its CPU time allows."""
+    now = time.perf_counter()
+    try:
+        # Field 22 of stat(5), counted after the command, which may hold anything: clock ticks from boot to the process's start.
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / _ticks_per_s()
+    except (OSError, ValueError, IndexError, AttributeError):
+        age = -1.0
+    return now - max(age, time.process_time())
+
+
+def _ticks_per_s() -> int:
+    from os import sysconf
+
+    return sysconf("SC_CLK_TCK")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tradewind.config.card import ModelCard, RopeFacts
-from tradewind.config.card_reader import count_parameters, every_nth_full
+from tradewind.config.card_parts import count_parameters, every_nth_full
 from tradewind.config.hardware import Hardware
 
 MiB = 1 << 20

@@ -426,6 +426,29 @@ def test_gguf_llama3_scaling_is_found_in_its_factors() -> None:
         card_from_gguf(metadata, name="x", tensors=tensors)
 
 
+def test_gguf_window_pattern_as_number_or_flags() -> None:
+    def windows(pattern: Any) -> tuple[int | None, ...]:
+        changes = {"attention.sliding_window": 24, "attention.sliding_window_pattern": pattern}
+        return card_from_gguf(gguf_metadata("gemma3", **changes), name="x").layer_windows
+
+    assert windows(2) == (24, None, 24, None)
+    assert windows([False, True, True, False]) == (None, 24, 24, None)
+    assert windows(None) == (24,) * 4
+    with pytest.raises(CardError, match="or 4 flags"):
+        windows([True])
+    with pytest.raises(CardError, match="sliding_window' is missing"):
+        card_from_gguf(gguf_metadata("gemma3"), name="x")
+
+
+def test_gguf_yarn() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    changes = {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    rope = card_from_gguf(gguf_metadata("qwen2", **changes), name="x").rope
+    assert (rope.kind, rope.factor, rope.original_max_positions, rope.attention_factor) == ("yarn", 4.0, 64, None)
+    with pytest.raises(CardError, match="yarn_ext_factor"):
+        card_from_gguf(gguf_metadata("qwen2", **changes, **{"rope.scaling.yarn_ext_factor": 0.5}), name="x")
+
+
 def test_gguf_end_of_turn_is_found_by_name() -> None:
     tokens = [f"t{index}" for index in range(320)]
     tokens[7] = "<|im_end|>"

@@ -36,32 +36,42 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
             max_preemptions=draw(st.integers(0, 3)),
             age_limit_s=draw(st.sampled_from([0.0, 0.1, 5.0])),
         ),
+        "drafts": draw(st.sampled_from([0, 0, 0, 1, 3])),
+        "accept": lambda name, position: (len(name) + position) % 4,
+        "fail": draw(st.sampled_from([{}, {}, {}, {("r0", 10): "logits are not finite"}])),
     }
 
 
 @st.composite
-def traffic(draw: st.DrawFn) -> list[tuple[int, str, Any]]:
+def traffic(draw: st.DrawFn, windows: tuple[int | None, ...]) -> list[tuple[int, str, Any]]:
     """(turn, what, argument): requests whose prompts often share prefixes, and some cancels."""
     stems = [[s * 100 + i for i in range(24)] for s in range(2)]
+    groups = cache_plan(pages=(2,) * len(windows), windows=windows).groups
     out: list[tuple[int, str, Any]] = []
     for number in range(draw(st.integers(1, 9))):
         turn = draw(st.integers(0, 25))
         stem = draw(st.sampled_from(stems))[: draw(st.integers(0, 24))]
         prompt = stem + draw(st.lists(st.integers(1000, 1002), min_size=0 if stem else 1, max_size=6))
         name = f"r{number}"
+        most = draw(st.integers(1, 14))
         base = request(
             name,
             prompt,
-            max_tokens=draw(st.integers(1, 14)),
+            max_tokens=most,
+            eos_ids=(expected_tokens(prompt, most, groups=groups)[-1],) if draw(st.integers(0, 2)) == 0 else (),
             priority=draw(st.integers(0, 2)),
             cache_salt=draw(st.sampled_from(["", "", "", "s"])),
             sampling=SamplingParams(
-                temperature=0, prompt_logprobs=draw(st.sampled_from([None, None, None, 0])), logprobs=draw(st.sampled_from([None, None, 1]))
+                temperature=0,
+                prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+                logprobs=draw(st.sampled_from([None, None, 1])),
+                min_tokens=draw(st.sampled_from([0, 0, most])),
+                ignore_eos=draw(st.sampled_from([False, False, True])),
             ),
         )
         out.append((turn, "add", base))
-        for sample in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):
-            out.append((turn, "add", request_like(base, f"{name}.{sample}", parent=name)))
+        samples = draw(st.sampled_from([0, 0, 0, 1, 3]))
+        out.extend((turn, "add", request_like(base, f"{name}.{i}", parent=name)) for i in range(samples))
         if draw(st.integers(0, 4)) == 0:
             out.append((turn + draw(st.integers(0, 10)), draw(st.sampled_from(["cancel", "finish"])), name))
     return sorted(out, key=lambda item: item[0])
@@ -111,12 +121,19 @@ def check_answers(engine: Engine, accepted: dict[str, Request]) -> None:
             ends[event.request_id].append(event)
     for name, wanted in accepted.items():
         (end,) = ends[name]
+        sampling = wanted.sampling
         expected = expected_tokens(wanted.tokens, wanted.max_tokens, groups=engine.cache.groups)
+        stop = next(
+            (i for i, t in enumerate(expected) if t in wanted.eos_ids and i >= sampling.min_tokens and not sampling.ignore_eos),
+            None,
+        )
         assert answers[name] == expected[: len(answers[name])], f"{name} differs from what it gets alone"
         if end.finish == "length":
-            assert answers[name] == expected
+            assert answers[name] == expected and stop is None
+        elif end.stop_token is not None:
+            assert stop is not None and answers[name] == expected[: stop + 1] and end.finish == "stop"
         else:
-            assert end.finish in ("abort", "stop")
+            assert end.finish in ("abort", "stop") or (end.finish == "error" and end.error == "logits are not finite")
         if wanted.sampling.prompt_logprobs is not None and answers[name]:
             spoken = [t.token for e in engine.of(TokensOut, name) for t in e.prompt_logprobs]
             assert spoken == list(wanted.tokens[1:])
@@ -130,8 +147,10 @@ def check_budget(steps: list[Step], limit: int) -> None:
 
 
 @settings(max_examples=250, report_multiple_bugs=False)
-@given(worlds(), traffic())
-def test_any_traffic_gives_each_request_its_own_answer(world: dict[str, Any], plan: list[tuple[int, str, Any]]) -> None:
+@given(st.data())
+def test_any_traffic_gives_each_request_its_own_answer(data: st.DataObject) -> None:
+    world = data.draw(worlds())
+    plan = data.draw(traffic(tuple(group.window for group in world["cache"].groups)))
     note(f"{world} {plan}")
     engine = Engine(**world)
     accepted = run(engine, plan)

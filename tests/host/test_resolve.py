@@ -14,11 +14,12 @@ from rich.console import Console
 
 from tests.host.plans import CARDS, GEMMA_270M, LLAMA_8B, SMOLLM2, SMOLLM2_BF16, GiB, MiB, machine
 from tradewind.config.card import ModelCard
+from tradewind.config.choices import HABITS
 from tradewind.config.goals import Goals, Means
 from tradewind.config.hardware import Hardware
 from tradewind.config.kv_sizing import sequence_pages
 from tradewind.config.plan import Plan
-from tradewind.config.resolve import HABITS, resolve
+from tradewind.config.resolve import resolve
 from tradewind.config.sizes import parse_bytes
 from tradewind.contract.errors import LimitError, UserError
 from tradewind.plan_view import plan_text

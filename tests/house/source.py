@@ -56,16 +56,13 @@ def modules() -> tuple[Module, ...]:
     return tuple(found)
 
 
-def tracked_files() -> list[Path]:
-    """Files that git tracks or would track; without git all files but caches."""
+def tracked_files() -> list[Path] | None:
+    """Files that git tracks or would track; None where this is no git checkout."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout.decode()
     except (OSError, subprocess.SubprocessError):
-        hidden = {
-            path for path in ROOT.rglob("*") if any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-        }
-        return [path for path in ROOT.rglob("*") if path.is_file() and path not in hidden]
+        return None
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 
 

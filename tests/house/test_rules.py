@@ -104,8 +104,11 @@ BINARY = {".gguf", ".ico", ".jpg", ".npy", ".npz", ".png", ".safetensors", ".whl
 
 def test_no_machine_paths_or_registry_hosts_in_tracked_files() -> None:
     """Files work on every machine and with every mirror."""
+    files = tracked_files()
+    if files is None:
+        pytest.skip("not a git checkout: which files are the project's is not known")
     problems = []
-    for path in tracked_files():
+    for path in files:
         if path.suffix in BINARY or path.stat().st_size > 4 << 20:
             continue
         text = path.read_text(encoding="utf-8", errors="replace")

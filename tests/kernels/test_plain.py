@@ -68,7 +68,11 @@ def test_numpy_buffers_are_used_in_place(ops: PlainOps) -> None:
 
 
 def test_norm_may_write_over_delta(ops: PlainOps) -> None:
-    x, delta, weight = torch.tensor(floats(2, 32)), torch.tensor(floats(2, 32, seed=1)), torch.tensor(floats(32, seed=2))
+    x, delta, weight = (
+        torch.tensor(floats(2, 32)),
+        torch.tensor(floats(2, 32, seed=1)),
+        torch.tensor(floats(32, seed=2)),
+    )
     added, normed = reference.add_rms_norm(x.double(), delta.double(), weight.double(), eps=1e-5)
     ops.add_rms_norm(x, delta, weight, eps=1e-5, out=delta, count=count(2))
     assert close(x, added)
@@ -138,7 +142,9 @@ def test_attention_over_what_rope_stored(ops: PlainOps, format: str) -> None:
     heads, kv_heads, dim, page = 4, 2, 16, 16
     kv = ops.kv_layer(pages=5, page_tokens=page, kv_heads=kv_heads, head_dim=dim, format=format)
     tokens = 20 + 3
-    slots = np.array([2 * page + i for i in range(16)] + [4 * page + i for i in range(4)] + [page + i for i in range(3)])
+    slots = np.array(
+        [2 * page + i for i in range(16)] + [4 * page + i for i in range(4)] + [page + i for i in range(3)]
+    )
     qkv, angles = floats(tokens, (heads + 2 * kv_heads) * dim), floats(tokens, dim, seed=1)
     rows = PagedRows(
         query_start=np.array([0, 20, 23, 0], np.int32),

@@ -76,6 +76,17 @@ def test_rounded_activations_are_whole_steps_of_a_group() -> None:
     assert reference.round_activations(torch.full((1, 32), math.inf)).isnan().all()
 
 
+def test_rounded_weights_are_whole_steps_of_a_half() -> None:
+    w = random(3, 64)
+    w[1, :32] = 0
+    rounded = reference.round_weights(w).reshape(3, 2, 32)
+    step = (w.reshape(3, 2, 32).abs().amax(-1, keepdim=True) / 127).half().double()
+    quants = torch.where(step > 0, rounded / step, torch.zeros_like(rounded))
+    torch.testing.assert_close(quants, quants.round())
+    assert quants.abs().max() == 127
+    assert ((rounded - w.reshape(3, 2, 32)).abs() <= 0.51 * step).all()
+
+
 # -------------------------------------------------------------------------------------------------- rope and attention
 
 

@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 and before importing any kernel; it raises on a version it wa
 from __future__ import annotations
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -37,6 +38,12 @@ def bf16_bits(values):
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def fp8_bits(values):
+    """float32 -> e4m3 bits, round to nearest even (the interpreter truncates)."""
+    values = torch.from_numpy(np.ascontiguousarray(np.asarray(values, np.float32)))
+    return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 _binary_op, _unary_op, _cast_impl = Builder.binary_op, Builder.unary_op, Builder.cast_impl
@@ -72,12 +79,24 @@ def cast_impl(self, src, dst_type):
         if source.primitive_bitwidth == 8 and source.is_floating():
             values = interpreter._convert_float(src.data, source, tl.float32, None).view(np.float32)
         return Handle(bf16_bits(values), tl.bfloat16)
+    if target == tl.float8e4nv and source.is_floating() and source != target:
+        return Handle(fp8_bits(widened(src).data), tl.float8e4nv)
     if source == tl.bfloat16 and target != tl.bfloat16:
         wide = widened(src)
         return wide if target == tl.float32 else _cast_impl(self, wide, dst_type)
     return _cast_impl(self, src, dst_type)
 
 
+_create_fp_to_fp = Builder.create_fp_to_fp
+
+
+def create_fp_to_fp(self, src, dst_type, rounding_mode):
+    if dst_type.scalar in (tl.float8e4nv, tl.bfloat16):
+        return cast_impl(self, src, dst_type)
+    return _create_fp_to_fp(self, src, dst_type, rounding_mode)
+
+
+Builder.create_fp_to_fp = create_fp_to_fp
 Builder.binary_op, Builder.unary_op, Builder.create_dot, Builder.cast_impl = binary_op, unary_op, create_dot, cast_impl
 for _name in (
     "create_si_to_fp", "create_ui_to_fp", "create_fp_to_si", "create_fp_to_ui", "create_fp_ext", "create_fp_trunc", "create_int_cast",

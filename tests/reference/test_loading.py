@@ -18,8 +18,15 @@ from tradewind.contract.errors import UserError
 from tradewind.kernels.plain import PlainOps
 from tradewind.layers.rotary import frequencies
 from tradewind.models.registry import FAMILIES, family_of
-from tradewind.quantization.blocks import as_scale_min, dequantise, quantise_q4_0, quantise_q8_0
-from tradewind.quantization.gguf import quants_of
+from tradewind.quantization.blocks import (
+    BLOCKS,
+    as_scale_min,
+    dequantise,
+    quantise_q4_0,
+    quantise_q4_1,
+    quantise_q8_0,
+)
+from tradewind.quantization.gguf import BITS, SYMMETRIC, quants_of
 from tradewind.quantization.online import quantise
 from tradewind.quantization.scheme import Numerics, choose_scheme
 from tradewind.weights.checkpoint import open_checkpoint
@@ -75,6 +82,7 @@ def test_unreadable_format(folder: Path) -> None:
     rewrite(folder, lambda t: t.update({"model.norm.weight": np.ones(64, np.int32)}))
     with pytest.raises(UserError, match=r"model\.norm\.weight.*I32"):
         load(folder, PlainOps())
+    rewrite(folder, lambda t: t.update({"model.norm.weight": np.ones(64, np.float32)}))
     rewrite(folder, lambda t: t.update({"lm_head.weight": np.ones((163, 64), np.int8)}))
     with pytest.raises(UserError, match="I8"):
         load(folder, PlainOps())
@@ -161,8 +169,10 @@ def test_quantising_at_load(bits: int, most: float) -> None:
     assert quants.max() < 1 << bits
     back = np.repeat(scale, 32, 1) * quants + np.repeat(minimum, 32, 1)
     assert np.linalg.norm(back - weights) / np.linalg.norm(weights) < most
-    np.testing.assert_allclose(back[:2, :32], weights[:2, :32], atol=1e-6)
+    np.testing.assert_allclose(back[:2, :32], weights[:2, :32], rtol=1e-3)  # groups of one value
     again = quantise(weights, bits=bits)
+    assert np.array_equal(scale, scale.astype(np.float16))
+    assert bits == 8 or np.array_equal(minimum, minimum.astype(np.float16))
     assert all(np.array_equal(a, b) for a, b in zip(again, (quants, scale, minimum), strict=True))
 
 
@@ -176,15 +186,27 @@ def test_int4_search_beats_the_plain_range() -> None:
     assert np.square(found - weights).sum() < 0.97 * np.square(plain.reshape(weights.shape) - weights).sum()
 
 
-def test_common_layout_of_two_block_formats_is_exact() -> None:
+@pytest.mark.parametrize(
+    ("quantiser", "format"), [(quantise_q4_0, "Q4_0"), (quantise_q4_1, "Q4_1"), (quantise_q8_0, "Q8_0")]
+)
+def test_common_layout_of_unlike_blocks_is_exact(quantiser: Any, format: str) -> None:
     weights = np.random.default_rng(2).standard_normal((4, 64)).astype(np.float32)
-    for quantiser, format in ((quantise_q4_0, "Q4_0"), (quantise_q8_0, "Q8_0")):
-        raw = quantiser(weights).reshape(-1)
-        quants, scale, minimum = quants_of(RawTensor("w", (4, 64), format, raw), group=16)
-        assert scale.shape == (4, 4)
-        assert as_scale_min(raw, format)[3] == 32
-        back = np.repeat(scale, 16, 1) * quants + np.repeat(minimum, 16, 1)
-        np.testing.assert_array_equal(back, dequantise(raw, format, (4, 64)))
+    raw = quantiser(weights).reshape(-1)
+    quants, scale, minimum = quants_of(RawTensor("w", (4, 64), format, raw), bits=8, group=16)
+    assert (quants.dtype, scale.shape) == (np.uint8, (4, 4))
+    back = np.repeat(scale, 16, 1) * quants + np.repeat(minimum, 16, 1)
+    np.testing.assert_array_equal(back, dequantise(raw, format, (4, 64)))
+    assert np.array_equal(minimum, -128 * scale) == (format in SYMMETRIC)
+
+
+def test_symmetric_formats_are_those_whose_minimum_follows_from_the_scale() -> None:
+    random = np.random.default_rng(3)
+    for format, bits in BITS.items():
+        block = BLOCKS[format]
+        raw = random.integers(0, 120, 8 * block.bytes_per_block).astype(np.uint8)
+        _, scale, minimum, group = as_scale_min(raw, format)
+        assert group == block.group
+        assert np.array_equal(minimum, np.float32(-(1 << (bits - 1))) * scale) == (format in SYMMETRIC), format
 
 
 # --------------------------------------------------------------------------------------------------------------- names

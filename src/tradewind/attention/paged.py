@@ -48,6 +48,4 @@ class PagedAttention:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        self._ops.attention(
-            q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out
-        )
+        self._ops.attention(q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out)

@@ -44,6 +44,15 @@ class Encodes(Protocol):
     def encode(self, text: str, *, add_special: bool) -> list[int]: ...
 
 
+class Parts(Protocol):
+    """What is needed of the engine's parts; `tradewind.assemble.Engine` has it."""
+
+    @property
+    def tokenizer(self) -> Encodes: ...
+    @property
+    def checkpoint_path(self) -> Path: ...
+
+
 class Measurable(Protocol):
     """What is needed of an engine; `tradewind.llm.LLM` has it."""
 
@@ -52,9 +61,7 @@ class Measurable(Protocol):
     @property
     def phases(self) -> Any: ...
     @property
-    def tokenizer(self) -> Encodes: ...
-    @property
-    def checkpoint_path(self) -> Path: ...
+    def engine(self) -> Parts: ...
 
     def generate(self, prompts: Any, sampling: Any, *, progress: bool = False) -> Sequence[Any]:
         """Outputs with completions, cached_tokens, arrived_s, first_token_s and finished_s (one clock, seconds)."""
@@ -92,15 +99,15 @@ def run_offline(
     """
     names = check_arguments(workloads=workloads, repeats=repeats)
     plan = llm.plan
-    ids, text = text_ids(llm.tokenizer, checkpoint_path=llm.checkpoint_path)
-    chosen = [work for work in all_workloads(ids, max_context=plan.schedule.max_context) if work.name in names]
+    ids, text = text_ids(llm.engine.tokenizer, checkpoint_path=llm.engine.checkpoint_path)
+    works = all_workloads(ids, max_context=plan.schedule.max_context)
+    chosen = [work for work in works if work.name in names]
     for work in chosen:
-        longest = max(len(prompt) + new for prompt, new in zip(work.prompts, work.new_tokens, strict=True))
-        if longest > plan.schedule.max_context:
-            others = ", ".join(name for name in WORKLOADS if name not in ("L2", "L4")) or "none"
+        if work.context > plan.schedule.max_context:
+            fitting = ", ".join(work.name for work in works if work.context <= plan.schedule.max_context) or "none"
             raise UserError(
-                f"workload {work.name} needs a context of {longest} tokens and this engine has {plan.schedule.max_context}; "
-                f"allow more with --max-context or choose among {others}"
+                f"workload {work.name} needs a context of {work.context} tokens and this engine has "
+                f"{plan.schedule.max_context}; allow more with --max-context, or choose among {fitting}"
             )
     with _bar(len(chosen) * (repeats + 1) + 1, visible=progress) as advance:
         advance("limits of the machine")

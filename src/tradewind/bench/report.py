@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -168,26 +169,28 @@ def read_json(path: Path) -> Report:
 
 def show(report: Report, console: Console) -> None:
     """Prints the results, the machine's ceilings and the plan's reasons."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     plan = report.plan
-    results = Table(title=f"{plan.model} on {report.cpu}, {report.limits.threads} threads", title_justify="left")
-    for heading, right in (
-        ("work", False),
-        ("measure", False),
-        ("median", True),
-        ("range", True),
-        ("of the limit", True),
-    ):
-        results.add_column(heading, justify="right" if right else "left", no_wrap=right)
+    title = f"{model_name(report)} on {report.cpu}, {report.limits.threads} threads"
+    results = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading, justify in (("work", "left"), ("median", "right"), ("range", "right"), ("of the limit", "left")):
+        results.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for measured in report.measured:
-        name = f"[bold]{measured.workload}[/bold] {measured.title}"
-        for metric in measured.metrics:
-            share = f"{metric.share.value:.0%} of {metric.share.of}" if metric.share is not None else ""
-            spread = f"{figure(metric.low)} – {figure(metric.high)}" if len(metric.values) > 1 else ""
-            results.add_row(name, metric.name, f"{figure(metric.median)} {metric.unit}", spread, share)
-            name = "" if measured.same_answers else "  [yellow]answers differ between runs[/yellow]"
-        results.add_section()
+        results.add_row(f"[bold]{measured.workload}[/bold] {measured.title}")
+        for metrics in grouped(measured.metrics):
+            first = metrics[0]
+            name, values = first.name, figure(first.median)
+            spread = f"{figure(first.low)} – {figure(first.high)}" if len(first.values) > 1 else ""
+            if len(metrics) > 1:
+                # Both ends; the rest is in the JSON.
+                name += f", {metrics[-1].name.rpartition(' ')[2]}"
+                values, spread = f"{values} / {figure(metrics[-1].median)}", ""
+            share = f"{first.share.value:.0%} {first.share.of}" if first.share is not None else ""
+            results.add_row(f"   {name}", f"{values} {first.unit}", spread, share)
+        if not measured.same_answers:
+            results.add_row("   [yellow]answers differ between runs[/yellow]")
     console.print(results)
     console.print(_limits_line(report.limits), highlight=False)
     console.print(
@@ -196,12 +199,29 @@ def show(report: Report, console: Console) -> None:
     start_s = sum(seconds for _, seconds in report.start)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in report.start)
     console.print(f"start: {start_s:.2f} s ({parts})", highlight=False, markup=False)
-    reasons = Table(title=f"the plan ({plan.scenario})", title_justify="left")
+    reasons = Table(title=f"the plan ({plan.scenario})", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("choice", "value", "why"):
         reasons.add_column(heading, overflow="fold")
     for reason in plan.reasons:
         reasons.add_row(reason.choice, reason.value + (" (pinned)" if reason.pinned else ""), reason.why)
     console.print(reasons)
+
+
+def grouped(metrics: Sequence[Metric]) -> list[list[Metric]]:
+    """Metrics in order, neighbours that are percentiles ("... p50", "... p90") of one thing together."""
+    groups: list[list[Metric]] = []
+    for metric in metrics:
+        stem, mark, _ = metric.name.rpartition(" p")
+        if groups and mark and groups[-1][0].name.rpartition(" p")[0] == stem:
+            groups[-1].append(metric)
+        else:
+            groups.append([metric])
+    return groups
+
+
+def model_name(report: Report) -> str:
+    """The model's name without the place on this machine."""
+    return Path(report.plan.model).name
 
 
 def figure(value: float) -> str:
@@ -250,10 +270,11 @@ def draw(report: Report, path: Path) -> None:
     Raises MissingExtraError when matplotlib is not installed.
     """
     many = [measured for measured in report.measured if measured.prompts > 1]
-    drawn = matplotlib_figure(width=9.5, height=6.2 if many else 3.4)
-    top, *rest = drawn.subfigures(2, 1, height_ratios=(1.0, 1.05)) if many else [drawn]
+    drawn = matplotlib_figure(width=max(5.5, 2.0 * len(report.measured)), height=6.8 if many else 3.6)
+    drawn.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
+    top, *rest = drawn.subfigures(2, 1, height_ratios=(1.0, 0.95)) if many else [drawn]
     drawn.suptitle(
-        f"{report.plan.model} on {report.cpu}, {report.limits.threads} threads ({report.date[:10]})",
+        f"{model_name(report)}\n{report.cpu}, {report.limits.threads} threads, {report.date[:10]}",
         x=0.01,
         ha="left",
         fontsize=11,
@@ -292,7 +313,7 @@ def _draw_bar(axis: Any, measured: Measured) -> None:
     ]
     axis.scatter(offsets, metric.values, s=14, color="white", edgecolor=INK, linewidth=0.8, zorder=3)
     share = f"\n{metric.share.value:.0%} of {metric.share.of}" if metric.share is not None else ""
-    axis.set_title(f"{measured.workload}  {measured.title}", fontsize=8.5, color=INK, loc="center", wrap=True)
+    axis.set_title(f"{measured.workload}\n{textwrap.fill(measured.title, 19)}", fontsize=8.5, color=INK)
     axis.set_xlabel(f"{metric.name}\n{figure(metric.median)} {metric.unit}{share}", fontsize=8.5, color=INK)
     axis.set_xlim(-0.6, 0.6)
     axis.set_ylim(0, metric.high * 1.12)

@@ -22,6 +22,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: tuple[int, ...]
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.new_tokens, strict=True))
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
 
@@ -58,7 +63,7 @@ def cpu_workloads(ids: Sequence[int]) -> dict[str, Workload]:
 
 
 def chat_mix(ids: Sequence[int], *, requests: int, max_context: int, seed: int = 0) -> Workload:
-    """A synthetic mix whose lengths follow what chat logs look like: log-normal, prompts of median 60 and a long tail, answers of median 120.
+    """A synthetic mix whose lengths look like those of chat logs: log-normal, prompts of median 60, a long tail, answers of median 120.
 
     The text of every prompt is a stretch of `ids` at a random place, so that prefixes differ.
     """
@@ -68,7 +73,7 @@ def chat_mix(ids: Sequence[int], *, requests: int, max_context: int, seed: int =
     longest = max(16, min(1024, max_context // 2, len(ids) // 2))
     for _ in range(requests):
         length = min(longest, max(4, round(draw.lognormvariate(math.log(60), 1.1))))
-        answer = min(256, max(4, round(draw.lognormvariate(math.log(120), 0.8))))
+        answer = min(256, max_context - length, max(4, round(draw.lognormvariate(math.log(120), 0.8))))
         start = draw.randrange(len(ids) - length)
         prompts.append(tuple(ids[start : start + length]))
         outputs.append(answer)

@@ -105,15 +105,22 @@ class PageLease:
         """Pages in the table, dropped ones counted."""
         return len(self.pages[0])
 
-    def promise(self, peak: Sequence[int], *, spare: Sequence[int]) -> bool:
-        """Books the pages up to `peak` by group for this lease alone; False, and nothing changed, if they and `spare` more are not there."""
+    def promise(self, peak: Sequence[int], *, spare: Sequence[int]) -> list[int]:
+        """Books the pages up to `peak` by group for this lease alone, if they and `spare` more are there.
+
+        Returns, by group, the pages that lack: all zeros when it was booked, otherwise nothing changed.
+        """
         cache = self._cache
-        for group, most in enumerate(peak):
-            booked = max(0, self._peak[group] - self.held[group])
-            if max(0, most - self.held[group]) + spare[group] > cache.available(group) + booked:
-                return False
-        self._book(peak)
-        return True
+        lack = [
+            max(0, self._booked(group, most) - self._booked(group, self._peak[group]) + spare[group] - cache.available(group))
+            for group, most in enumerate(peak)
+        ]
+        if not any(lack):
+            self._book(peak)
+        return lack
+
+    def _booked(self, group: int, peak: int) -> int:
+        return max(0, peak - self.held[group])
 
     def unpromise(self) -> None:
         """Gives back what was booked and not taken."""
@@ -121,22 +128,20 @@ class PageLease:
 
     def _book(self, peak: Sequence[int]) -> None:
         for group, most in enumerate(peak):
-            before = max(0, self._peak[group] - self.held[group])
-            self._cache.promised[group] += max(0, most - self.held[group]) - before
+            self._cache.promised[group] += self._booked(group, most) - self._booked(group, self._peak[group])
             self._peak[group] = most
 
     def _hold(self, group: int, change: int) -> None:
-        peak, held = self._peak[group], self.held[group]
-        self.held[group] = held + change
-        if peak:
-            self._cache.promised[group] += max(0, peak - held - change) - max(0, peak - held)
+        before = self._booked(group, self._peak[group])
+        self.held[group] += change
+        self._cache.promised[group] += self._booked(group, self._peak[group]) - before
 
     def shortage(self, tokens: int) -> list[int]:
         """By group, how many pages are missing to reach `tokens` positions; zeros when `extend` would succeed. Changes nothing."""
         cache = self._cache
         need = -(-tokens // cache.page_tokens) - self.length
         return [
-            max(0, need - cache.available(group) - max(0, self._peak[group] - self.held[group]))
+            max(0, need - cache.available(group) - self._booked(group, self._peak[group]))
             for group in range(len(self.pages))
         ]
 
@@ -247,3 +252,11 @@ def chunk_keys(tokens: bytes, *, page_tokens: int, images: Sequence[tuple[int, i
         for index in range(first // page_tokens, min(len(keys), (first + count - 1) // page_tokens + 1)):
             keys[index] += f"|{first - index * page_tokens}:{count}:{content}".encode()
     return keys
+
+
+def common_chunks(keys: Sequence[bytes], others: Sequence[bytes], *, limit: int) -> int:
+    """How many leading keys agree, at most `limit`; pure."""
+    for index, (key, other) in enumerate(zip(keys[:limit], others, strict=False)):
+        if key != other:
+            return index
+    return min(limit, len(keys), len(others))

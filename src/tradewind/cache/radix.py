@@ -75,7 +75,7 @@ class RadixTree:
         pages = self._gather(path, length)  # before a split moves them
         node = root
         left = length
-        for step, used in path:
+        for step, _ in path:
             if left == 0:
                 break
             node = step if left >= len(step.keys) else self._split(step, left)
@@ -225,7 +225,7 @@ class RadixTree:
             own, tree = pages[group], node.pages[group]
             for index in range(run):
                 mine, theirs = own[at + index], tree[index]
-                if mine == theirs or mine == NULL_PAGE:
+                if mine in (theirs, NULL_PAGE):
                     continue
                 if theirs == NULL_PAGE:
                     pool.adopt(mine)

@@ -38,7 +38,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="time between tokens of running answers while a long prompt arrives",
         hurts="time to first token of that prompt: weights are read once for each chunk",
         metric="TPOT p99 with a long prompt arriving; StepDone.prompt_tokens",
-        test="tests/engine/test_same_text.py::test_chunk_sizes",
+        test="tests/engine/test_same_text.py::test_a_batch_under_any_means_equals_each_alone",
     ),
     "continuous_batching": Technique(
         layer="schedule",
@@ -46,7 +46,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="throughput: requests join and leave between any two steps",
         hurts="latency of a single answer that shares its steps",
         metric="output tokens per second; StepDone.rows",
-        test="tests/engine/test_same_text.py::test_batch_sizes",
+        test="tests/engine/test_same_text.py::test_a_batch_under_any_means_equals_each_alone",
     ),
     "copy_on_write": Technique(
         layer="cache",
@@ -54,7 +54,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="memory and prefill of several answers to one prompt",
         hurts="one page copy for each further answer",
         metric="pages used by n answers against n requests",
-        test="tests/host/test_scheduler.py::test_samples_of_one_prompt_share_pages",
+        test="tests/engine/test_same_text.py::test_samples_of_one_prompt_share_its_pages_and_equal_samples_alone",
     ),
     "fused_kernels": Technique(
         layer="compute",
@@ -63,7 +63,7 @@ TECHNIQUES: dict[str, Technique] = {
         hurts="nothing but the size of the library",
         prerequisites=("a C++ compiler when installing",),
         metric="decode tokens per second",
-        test="tests/kernels/test_ops.py::test_against_reference",
+        test="tests/engine/test_same_text.py::test_the_plain_ops_agree_with_the_library",
     ),
     "int8_activations": Technique(
         layer="compute",
@@ -72,7 +72,7 @@ TECHNIQUES: dict[str, Technique] = {
         hurts="exactness: activations are rounded per 32 values",
         prerequisites=("packed_weights",),
         metric="prefill tokens per second; logit difference to f32",
-        test="tests/kernels/test_linear.py::test_int8_close_to_float",
+        test="tests/reference/test_smollm2_golden.py::test_int8_compute_agrees_where_the_answer_is_clear",
     ),
     "kv_f16": Technique(
         layer="cache",
@@ -80,7 +80,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="memory and attention time: half the bytes of f32",
         hurts="keys and values keep 11 significant bits",
         metric="KV bytes per token; logit difference to f32",
-        test="tests/kernels/test_attention.py::test_formats",
+        test="tests/kernels/test_cpu_attention.py::test_decode_chunk_and_prompt_agree_bit_for_bit",
     ),
     "overlap": Technique(
         layer="schedule",
@@ -89,7 +89,7 @@ TECHNIQUES: dict[str, Technique] = {
         hurts="an answer's end is seen one step late; a core shared with compute",
         prerequisites=("two cores",),
         metric="StepDone.decide_s + absorb_s that compute waits for",
-        test="tests/engine/test_same_text.py::test_overlap_on_and_off",
+        test="tests/engine/test_same_text.py::test_a_batch_under_any_means_equals_each_alone",
     ),
     "packed_weights": Technique(
         layer="weights",
@@ -97,7 +97,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="decode speed and memory: 5 bits a weight are read, not 16",
         hurts="start-up: weights are laid out anew when loaded",
         metric="weights line of the ledger; decode tokens per second",
-        test="tests/kernels/test_linear.py::test_packed_formats",
+        test="tests/kernels/test_cpu_matmul.py::test_packed_blocks_keep_every_value",
     ),
     "preemption": Technique(
         layer="schedule",
@@ -105,7 +105,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="throughput: pages need not be reserved for the longest possible answer",
         hurts="the evicted request: its tokens are computed again",
         metric="Preempted.lost_tokens",
-        test="tests/host/test_scheduler.py::test_preempted_requests_finish",
+        test="tests/engine/test_same_text.py::test_answers_survive_preemption",
     ),
     "prefix_cache": Technique(
         layer="cache",
@@ -113,7 +113,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="time to first token of prompts that begin alike",
         hurts="a walk through the tree for each new prompt",
         metric="Scheduled.cached_tokens",
-        test="tests/host/test_radix.py::test_match_equals_brute_force",
+        test="tests/engine/test_same_text.py::test_a_prefix_hit_gives_the_same_answer",
     ),
     "priority_ageing": Technique(
         layer="schedule",
@@ -138,7 +138,7 @@ TECHNIQUES: dict[str, Technique] = {
         hurts="a recording per step size; errors name the tape, not the op",
         prerequisites=("fused_kernels",),
         metric="StepResult.host_s",
-        test="tests/kernels/test_tape.py::test_replay_equals_calls",
+        test="tests/engine/test_same_text.py::test_a_batch_under_any_means_equals_each_alone",
     ),
     "window_page_freeing": Technique(
         layer="cache",

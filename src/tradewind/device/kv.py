@@ -24,12 +24,15 @@ class KVStorage:
             assert group.index == index, f"KV group {group.index} stands at place {index}"
             for layer in group.layers:
                 assert layer not in found, f"layer {layer} is in two KV groups"
-                found[layer] = index, ops.kv_layer(
-                    pages=count,
-                    page_tokens=group.page_tokens,
-                    kv_heads=group.kv_heads,
-                    head_dim=group.head_dim,
-                    format=group.format,
+                found[layer] = (
+                    index,
+                    ops.kv_layer(
+                        pages=count,
+                        page_tokens=group.page_tokens,
+                        kv_heads=group.kv_heads,
+                        head_dim=group.head_dim,
+                        format=group.format,
+                    ),
                 )
         assert sorted(found) == list(range(len(found))), f"KV groups leave out layers: {sorted(found)}"
         self.layer_group: tuple[int, ...] = tuple(found[layer][0] for layer in range(len(found)))

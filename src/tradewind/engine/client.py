@@ -19,7 +19,7 @@ from tradewind.contract.errors import EngineDeadError, RequestError
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.columns import Report, StepTokens
-from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish
+from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget
 
 
 class Handle:
@@ -145,6 +145,13 @@ class LocalClient:
         """Ends a request because its text is complete; does nothing when it is over."""
         self._loop.post(Finish(request_id, reason))
         self._work.set()
+
+    def forget(self) -> None:
+        """Empties the prefix cache of what no running request uses."""
+        self._loop.post(Forget())
+        self._work.set()
+        if not self.threaded:
+            self.drive()
 
     def run(self, requests: Iterable[Request]) -> list[Handle]:
         """Submits all and waits until all have ended; the handles in the same order."""

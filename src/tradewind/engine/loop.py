@@ -45,7 +45,11 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     reason: FinishReason = "stop"
 
 
-Order = Add | Cancel | Finish
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Order: empty the prefix cache of what nobody uses."""
+
+
+Order = Add | Cancel | Finish | Forget
 
 
 class EngineLoop:
@@ -147,8 +151,10 @@ class EngineLoop:
                     )
             elif isinstance(order, Cancel):
                 self.scheduler.cancel(order.request_id, now)
-            else:
+            elif isinstance(order, Finish):
                 self.scheduler.finish(order.request_id, now, reason=order.reason)
+            else:
+                self.scheduler.forget()
         return refused
 
     def _die(self, why: str) -> list[Report]:

@@ -26,7 +26,7 @@ RECENT = 128
 class Rows:
     """The column table. All integers are int32 so that they go into a Step as they are."""
 
-    def __init__(self, *, slots: int, groups: int) -> None:
+    def __init__(self, *, slots: int) -> None:
         def column() -> Ints:
             return np.zeros(slots, dtype=np.int32)
 

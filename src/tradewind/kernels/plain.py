@@ -58,7 +58,7 @@ class PlainOps:
     def pack_matrix(self, weights: npt.NDArray[np.float32], *, compute: Compute) -> PackedMatrix:
         values = torch.from_numpy(np.array(weights, np.float32, order="C"))
         if compute == "int8":
-            return packed(reference.round_activations(values), layout="quant", bits=8, group=reference.ACTIVATION_GROUP)
+            return packed(reference.round_weights(values), layout="quant", bits=8, group=reference.ACTIVATION_GROUP)
         if compute == "bf16":
             return packed(values.bfloat16().float(), layout="bf16", bits=16)
         return packed(values, layout="f32", bits=32)

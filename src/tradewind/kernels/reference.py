@@ -69,6 +69,17 @@ def round_activations(x: Tensor) -> Tensor:
     return torch.where(absmax < 1e-30, torch.zeros_like(groups), rounded).reshape(x.shape)
 
 
+def round_weights(weights: Tensor) -> Tensor:
+    """Weights as packed for int8 compute: each 32 neighbours along K rounded to whole multiples of float16(absmax / 127).
+
+    The scale is rounded first and the quants are chosen for it, so it can be kept in two bytes without a further error.
+    """
+    groups = weights.reshape(*weights.shape[:-1], -1, ACTIVATION_GROUP)
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp(max=65504).half().to(weights.dtype)
+    quants = (groups / torch.where(scale > 0, scale, torch.ones_like(scale))).round().clamp(-127, 127)
+    return (quants * scale).reshape(weights.shape)
+
+
 # ------------------------------------------------------------------------------------------------- rope and attention
 
 

@@ -6,7 +6,6 @@ Knows: tying (the head is packed from the embedding's own tensor). Refuses to kn
 from __future__ import annotations
 
 from tradewind.device.batch import ForwardBatch
-
 from tradewind.layers.build import Build, Count, Tensor
 
 

@@ -36,7 +36,11 @@ GGUF_NAMES: dict[str, str] = {
 }
 
 # The decoder inside a vision-and-text checkpoint, in both spellings that were published, and what is left aside there.
-HF_RENAMES: dict[str, str] = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+HF_RENAMES: dict[str, str] = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 HF_IGNORED: tuple[str, ...] = (
     "multi_modal_projector.",
     "model.multi_modal_projector.",

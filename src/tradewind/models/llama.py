@@ -11,6 +11,9 @@ Every addition is done by the norm that follows it, so the stream x is read and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from tradewind.device.batch import ForwardBatch
 from tradewind.layers.attention import Attention
 from tradewind.layers.build import Build, Count, Tensor
@@ -75,6 +78,13 @@ GGUF_INTERLEAVED: dict[str, str] = {
 }
 
 
+class Layer(Protocol):
+    """One layer of a decoder."""
+
+    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Adds the layer before (delta) to x and returns what this layer wants added last."""
+
+
 class LlamaLayer:
     """Pre-norm attention and gated MLP."""
 
@@ -96,7 +106,7 @@ class LlamaLayer:
 class Llama:
     """A decoder of LlamaLayers. `forward` gives the final hidden states, `logits` the head's answer for chosen rows."""
 
-    layer_type = LlamaLayer
+    layer_type: Callable[..., Layer] = LlamaLayer
 
     def __init__(self, build: Build) -> None:
         card = build.card

@@ -28,6 +28,8 @@ BITS: dict[str, int] = {
     "Q8_0": 8,
 }
 """Bits of a quant in each block format."""
+SYMMETRIC = frozenset({"Q4_0", "Q5_0", "Q6_K", "Q8_0"})
+"""Formats without a minimum of their own: it is -2 ** (bits - 1) times the scale."""
 
 
 class GGUFScheme:
@@ -47,23 +49,30 @@ class GGUFScheme:
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
 
-    def pack(
-        self, parts: Sequence[Mapping[str, Stored]], *, formats: Sequence[str], ops: Ops, numerics: Numerics
-    ) -> PackedMatrix:
+    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
         tensors = [part["weight"] for part in parts]
+        formats = {tensor.format for tensor in tensors}
         n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
-        if len(set(formats)) == 1:
+        if len(formats) == 1:
             raw = tensors[0].data if len(tensors) == 1 else np.concatenate([tensor.data for tensor in tensors])
-            return ops.pack_blocks(raw, formats[0], n=n, k=k)
-        group = min(BLOCKS[format].group for format in formats)
-        pieces = [quants_of(tensor, group=group) for tensor in tensors]
+            return ops.pack_blocks(raw, tensors[0].format, n=n, k=k)
+        bits, group = max(BITS[format] for format in formats), min(BLOCKS[format].group for format in formats)
+        pieces = [quants_of(tensor, bits=bits, group=group) for tensor in tensors]
         quants, scale, minimum = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        return ops.pack_quant(quants, scale, minimum, bits=max(BITS[format] for format in formats))
+        return ops.pack_quant(quants, scale, minimum, bits=bits)
 
 
-def quants_of(tensor: Stored, *, group: int) -> ScaleMin:
-    """ScaleMin [N, K], scale and minimum [N, K / group] of a block tensor; `group` divides the format's own."""
+def quants_of(tensor: Stored, *, bits: int, group: int) -> ScaleMin:
+    """A block tensor as wider quants in finer groups: quants [N, K], scale and minimum [N, K / group]; the values stay what they are.
+
+    bits and group are at least as wide and as fine as the format's own. A symmetric format stays symmetric (its zero moves to the middle
+    of the wider quants), so that op sets need not keep its minimum.
+    """
     n, k = tensor.shape
-    quants, scale, minimum, own = as_scale_min(tensor.data, tensor.format)
-    scale, minimum = (np.repeat(values.reshape(n, -1), own // group, axis=1) for values in (scale, minimum))
+    quants, scale, minimum, own_group = as_scale_min(tensor.data, tensor.format)
+    if tensor.format in SYMMETRIC:
+        middle = 1 << (bits - 1)
+        quants = quants + np.uint8(middle - (1 << (BITS[tensor.format] - 1)))
+        minimum = scale * np.float32(-middle)
+    scale, minimum = (np.repeat(values.reshape(n, -1), own_group // group, axis=1) for values in (scale, minimum))
     return quants.reshape(n, k), scale, minimum

@@ -5,6 +5,8 @@ Knows: how scale and minimum are found. Refuses to know: calibration data; what 
     int8   symmetric   scale = absmax / 127, q = round(w / scale) + 128
     int4   min / max   value = scale * q + minimum with q in 0 .. 15; of a few narrower ranges the one with the least squared error is
                        taken, because one outlier should not cost the other 31 weights their resolution
+
+Scale and minimum are rounded to float16 before the quants are chosen for them, so op sets can keep them in two bytes each.
 """
 
 from __future__ import annotations
@@ -46,12 +48,10 @@ class OnlineScheme:
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
 
-    def pack(
-        self, parts: Sequence[Mapping[str, Stored]], *, formats: Sequence[str], ops: Ops, numerics: Numerics
-    ) -> PackedMatrix:
+    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
         weights = as_float([part["weight"] for part in parts])
         if weights.shape[1] % GROUP:
-            return PlainScheme().pack(parts, formats=formats, ops=ops, numerics=numerics)
+            return PlainScheme().pack(parts, ops=ops, numerics=numerics)
         quants, scale, minimum = quantise(weights, bits=self.bits)
         if numerics.compute == "int8":
             return ops.pack_quant(quants, scale, minimum, bits=self.bits)
@@ -70,14 +70,18 @@ def quantise(weights: NDArray[np.float32], *, bits: int) -> ScaleMin:
         rows = slice(start, start + ROWS_PER_PIECE)
         grouped = np.ascontiguousarray(weights[rows]).reshape(-1, GROUP)
         q, s, m = method(grouped)
-        quants[rows], scale[rows], minimum[rows] = q.reshape(-1, k), s.reshape(-1, k // GROUP), m.reshape(-1, k // GROUP)
+        quants[rows], scale[rows], minimum[rows] = (
+            q.reshape(-1, k),
+            s.reshape(-1, k // GROUP),
+            m.reshape(-1, k // GROUP),
+        )
     return quants, scale, minimum
 
 
 def quantise_int8(groups: NDArray[np.float32]) -> ScaleMin:
     """Symmetric: groups [n, 32] -> quants [n, 32], scale [n], minimum [n] = -128 scale."""
-    scale = np.abs(groups).max(1) / np.float32(127)
-    q = np.rint(groups * inverse(scale)[:, None]) + np.float32(128)
+    scale = as_half(np.abs(groups).max(1) / np.float32(127))
+    q = np.rint(groups * inverse(scale)[:, None]).clip(-127, 127) + np.float32(128)
     return q.astype(np.uint8), scale, np.float32(-128) * scale
 
 
@@ -88,9 +92,8 @@ def quantise_int4(groups: NDArray[np.float32]) -> ScaleMin:
     best_q = np.zeros(groups.shape, np.uint8)
     best_scale, best_low = np.zeros_like(low), low.copy()
     for shrink in SHRINKS:
-        cut = (high - low) * np.float32((1 - shrink) / 2)
-        start = low + cut
-        scale = (high - low) * np.float32(shrink / 15)
+        start = as_half(low + (high - low) * np.float32((1 - shrink) / 2))
+        scale = as_half((high - low) * np.float32(shrink / 15))
         q = np.rint((groups - start[:, None]) * inverse(scale)[:, None]).clip(0, 15)
         error = np.square(q * scale[:, None] + start[:, None] - groups).sum(1)
         better = error < best_error
@@ -100,6 +103,11 @@ def quantise_int4(groups: NDArray[np.float32]) -> ScaleMin:
     return best_q, best_scale, best_low
 
 
+def as_half(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded to what float16 can hold, as float32."""
+    return values.clip(-65504, 65504).astype(np.float16).astype(np.float32)
+
+
 def inverse(scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    """1 / scale, and 0 for a group that is all one value."""
+    """1 / scale, and 0 where the scale is 0: a group that is all one value."""
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)

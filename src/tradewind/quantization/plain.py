@@ -32,9 +32,7 @@ class PlainScheme:
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
 
-    def pack(
-        self, parts: Sequence[Mapping[str, Stored]], *, formats: Sequence[str], ops: Ops, numerics: Numerics
-    ) -> PackedMatrix:
+    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
         values = as_float([part["weight"] for part in parts])
         whole_groups = values.shape[1] % INT8_GROUP == 0
         compute = numerics.compute if whole_groups or numerics.compute != "int8" else "bf16"

@@ -55,13 +55,8 @@ class Scheme(Protocol):
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         """The tensors that make up one matrix: suffix of the name -> shape."""
 
-    def pack(
-        self, parts: Sequence[Mapping[str, Stored]], *, formats: Sequence[str], ops: Ops, numerics: Numerics
-    ) -> PackedMatrix:
-        """Packs matrices of equal K, stacked along N. Each part maps the suffixes of `expects` to tensors.
-
-        formats: the stored formats of all matrices that must end in one layout, the parts' own and those of a partner packed apart.
-        """
+    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
+        """Packs matrices of equal K, stacked along N. Each part maps the suffixes of `expects` to tensors."""
 
 
 SCHEMES: dict[str, Scheme] = {

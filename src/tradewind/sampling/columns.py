@@ -108,7 +108,11 @@ class SlotSampling:
                     values.append(value)
             c.bias_start[row + 1] = len(tokens)
         return SampleColumns(
-            **{name: getattr(c, name) for name in SampleColumns.__dataclass_fields__ if name not in ("bias_token", "bias_value")},
+            **{
+                name: getattr(c, name)
+                for name in SampleColumns.__dataclass_fields__
+                if name not in ("bias_token", "bias_value")
+            },
             bias_token=np.array(tokens or [0], np.int32),
             bias_value=np.array(values or [0], np.float32),
         )

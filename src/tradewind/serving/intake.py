@@ -6,8 +6,10 @@ Knows: the model's limits and end-of-text ids. Refuses to know: text (tokenizer,
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import msgspec
 
@@ -50,12 +52,9 @@ class Intake:
         """`sampling.n` requests for one prompt, the later ones naming the first as parent. Raises RequestError with exact numbers."""
         limits = self.limits
         sampling.check(vocab_size=limits.vocab_size)
-        prompt = tuple(tokens)
+        prompt = tuple(self._token(token) for token in tokens)
         if not prompt:
             raise RequestError("the prompt is empty; at least one token is needed")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < limits.vocab_size:
-                raise RequestError(f"prompt token {token!r} is not a token id; the vocabulary has 0 to {limits.vocab_size - 1}")
         room = limits.max_context - len(prompt)
         if room < 1:
             raise RequestError(
@@ -88,4 +87,15 @@ class Intake:
                 parent=first if sample else None,
             )
             for sample in range(sampling.n)
+        )
+
+    def _token(self, token: object) -> int:
+        """A token id as an int, from any integer type (numpy's too). Raises RequestError naming what it is instead."""
+        vocab_size = self.limits.vocab_size
+        if type(token) is int and 0 <= token < vocab_size:
+            return token
+        if isinstance(token, SupportsIndex) and not isinstance(token, bool) and 0 <= operator.index(token) < vocab_size:
+            return operator.index(token)
+        raise RequestError(
+            f"prompt token {repr(token)[:40]} is not a token id; the vocabulary has 0 to {vocab_size - 1}"
         )

@@ -1,6 +1,7 @@
 """An Executor whose tokens come from a script, and which checks that the scheduler keeps the contract.
 
-Knows: everything a device must hold (slots, tokens, page tables, page contents), as plain numbers. Refuses to know: how a scheduler decides.
+Knows: everything a device must hold (slots, tokens, page tables, page contents), as plain numbers. Refuses to know: how a scheduler
+decides.
 
 It is the oracle of every test above the device wing. Its "KV cache" stores, for each page slot, the token and its position. The default
 rule reads all visible tokens back *through the page table* and hashes them to the next token, so a page that was given away, shared wrongly
@@ -228,6 +229,9 @@ class ScriptedExecutor:
             out: list[int] = []
             if reason is not None:
                 failed[row] = reason
+                if wants in (Wants.LAST, Wants.ALL):
+                    state.tokens.append(0)  # a row of this slot may fly already; whatever it brings is dropped
+                    state.computed = len(state.tokens) - 1
             elif wants in (Wants.LAST, Wants.ALL):
                 assert start + count - drafts == known, f"{where}: wants a token in the middle of its prompt"
                 out = self._sample(where, slot, state, start + count - drafts, guesses, touched)

@@ -11,7 +11,7 @@ the registry, `Family`), byte layouts (quantization) and devices (ops). Imports 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +23,7 @@ from tradewind.config.plan import NumericsPlan
 from tradewind.contract.errors import UserError
 from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
-from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
+from tradewind.quantization.scheme import SCHEMES, Numerics, Ops, Scheme, choose_scheme
 from tradewind.weights.checkpoint import Checkpoint
 from tradewind.weights.tensor import RawTensor, shown
 
@@ -91,29 +91,32 @@ class PlacedWeights:
         return PlacedWeights(self._loading, f"{self._inside}{place}.")
 
     def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> Any:
-        return self._pack(sizes, k=k, layout_of=tuple(sizes), sensitive=sensitive)
-
-    def gated(self, gate: str, up: str, *, n: int, k: int) -> Any:
-        both = (gate, up)
-        return self._loading.ops.pack_gated(
-            self._pack({gate: n}, k=k, layout_of=both), self._pack({up: n}, k=k, layout_of=both)
-        )
-
-    def _pack(self, sizes: dict[str, int], *, k: int, layout_of: tuple[str, ...], sensitive: bool = False) -> Any:
-        """Stacks and packs the matrices at `sizes`, in a layout that suits all of `layout_of`."""
-        loading = self._loading
-        numerics = loading.numerics
+        numerics = self._loading.numerics
         if sensitive and numerics.quantization == "int4":
             numerics = Numerics(compute=numerics.compute, quantization="int8")
-        formats = [loading.find(f"{self._inside}{name}.weight").format for name in layout_of]
+        return self._pack(choose_scheme(self._formats(sizes), numerics), sizes, k=k, numerics=numerics)
+
+    def gated(self, gate: str, up: str, *, n: int, k: int) -> Any:
+        numerics = self._loading.numerics
+        formats = self._formats((gate, up))
         scheme = choose_scheme(formats, numerics)
-        parts = []
-        for name, n in sizes.items():
-            expected = scheme.expects((n, k))
-            parts.append({
-                suffix: loading.take(f"{self._inside}{name}.{suffix}", shape) for suffix, shape in expected.items()
-            })  # fmt: skip
-        return scheme.pack(parts, formats=formats, ops=loading.ops, numerics=numerics)
+        if scheme is SCHEMES["gguf"] and len(set(formats)) > 1:
+            # Two block formats cannot be interleaved as they lie. No file in use has that, so the simple way is taken.
+            scheme = SCHEMES["plain"]
+        packed = [self._pack(scheme, {name: n}, k=k, numerics=numerics) for name in (gate, up)]
+        return self._loading.ops.pack_gated(*packed)
+
+    def _formats(self, names: Iterable[str]) -> list[str]:
+        return [self._loading.find(f"{self._inside}{name}.weight").format for name in names]
+
+    def _pack(self, scheme: Scheme, sizes: dict[str, int], *, k: int, numerics: Numerics) -> Any:
+        """Stacks and packs the matrices at `sizes`."""
+        take = self._loading.take
+        parts = [
+            {suffix: take(f"{self._inside}{name}.{suffix}", shape) for suffix, shape in scheme.expects((n, k)).items()}
+            for name, n in sizes.items()
+        ]
+        return scheme.pack(parts, ops=self._loading.ops, numerics=numerics)
 
     def vector(self, sizes: dict[str, int], *, offset: float = 0.0) -> Any:
         values = as_float([self._readable(name, (size,)) for name, size in sizes.items()])
@@ -237,8 +240,8 @@ def place_of(name: str, *, family: FamilyRow[Any], gguf: bool) -> str | None:
 def with_half_split_rows(tensor: RawTensor, *, heads: int) -> RawTensor:
     """A q or k tensor with the rows of each head put from interleaved into half-split order: a gather of whole rows of bytes.
 
-        in the file   a0 b0 a1 b1 a2 b2 ...        rope turns the pair (a_i, b_i)
-        returned      a0 a1 a2 ... b0 b1 b2 ...
+    in the file   a0 b0 a1 b1 a2 b2 ...        rope turns the pair (a_i, b_i)
+    returned      a0 a1 a2 ... b0 b1 b2 ...
     """
     rows = tensor.shape[0]
     order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

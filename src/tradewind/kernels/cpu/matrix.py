@@ -27,6 +27,7 @@ LINE = 64
 """Bytes of a cache line and of a vector: every packed matrix starts on one."""
 
 _LAYOUTS: dict[str, int] = {"bf16": 1, "f32": 0, "quant": 2}
+_SCALES_F16, _SCALES_F32 = 0, 1
 _ACTIVATIONS: dict[str, int] = {"gelu_tanh": 1, "silu": 0}
 _FLOAT_SOURCES: dict[str, int] = {"BF16": 2, "F16": 1, "F32": 0}
 _FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -87,11 +88,12 @@ def pack_quant(
     scale, minimum = (np.ascontiguousarray(values, np.float32) for values in (scale, minimum))
     symmetric = bool(np.array_equal(minimum, np.float32(-(1 << (bits - 1))) * scale))
     halves = 2 if group == 16 else 1
-    wide = halves == 2 or not (_fits_half(scale) and (symmetric or _fits_half(minimum)))
-    data, call = _prepare(lib, "quant", bits, halves, wide, symmetric, n=n, k=k, threads=threads)
+    narrow = halves == 1 and _fits_half(scale) and (symmetric or _fits_half(minimum))
+    scales = _SCALES_F16 if narrow else _SCALES_F32
+    data, call = _prepare(lib, "quant", bits, halves, scales, symmetric, n=n, k=k, threads=threads)
     quants = np.ascontiguousarray(quants)
     call(
-        lib.tw_pack_quant, _at(quants), _at(scale), _at(minimum), bits, halves, int(wide), int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k)
+        lib.tw_pack_quant, _at(quants), _at(scale), _at(minimum), bits, halves, scales, int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k)
     )
     return _record("quant", data, n=n, k=k, bits=bits, group=32 // halves)
 
@@ -110,11 +112,11 @@ def pack_blocks(
     code = _BLOCK_FORMATS[format]
     facts = (ctypes.c_int * 6)()
     lib.tw_format_layout(code, facts)
-    bits, halves, wide, symmetric, values, nbytes = facts
+    bits, halves, scales, symmetric, values, nbytes = facts
     if k % values:
         raise ValueError(f"{format}: K = {k} is not a multiple of the block of {values} values")
     _expect_bytes(raw, n * (k // values) * nbytes, format, n, k)
-    data, call = _prepare(lib, "quant", bits, halves, bool(wide), bool(symmetric), n=n, k=k, threads=threads)
+    data, call = _prepare(lib, "quant", bits, halves, scales, bool(symmetric), n=n, k=k, threads=threads)
     call(lib.tw_pack_blocks, _at(raw), code, ctypes.c_int64(n), ctypes.c_int64(k))
     return _record("quant", data, n=n, k=k, bits=bits, group=32 // halves)
 
@@ -207,12 +209,12 @@ def _threads(threads: int | None) -> ctypes.c_int:
 
 
 def _prepare(
-    lib: ctypes.CDLL, layout: Layout, bits: int, halves: int, wide: bool, symmetric: bool, *, n: int, k: int, threads: int | None
+    lib: ctypes.CDLL, layout: Layout, bits: int, halves: int, scales: int, symmetric: bool, *, n: int, k: int, threads: int | None
 ) -> tuple[Bytes, Callable[..., None]]:
     """Memory for a packed matrix, and a caller that adds the two last arguments of every packing function: where to, and threads."""
     size = lib.tw_packed_bytes
     size.restype = ctypes.c_int64
-    data = aligned_bytes(size(_LAYOUTS[layout], bits, halves, int(wide), int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k)))
+    data = aligned_bytes(size(_LAYOUTS[layout], bits, halves, scales, int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k)))
 
     def call(function: Callable[..., Any], *arguments: Any) -> None:
         function(*arguments, _at(data), _threads(threads))
@@ -226,7 +228,7 @@ def _pack_float(
     if layout == "quant":
         raise ValueError(f"{source} values are not quants; quantise them first or pack them as f32 or bf16")
     bits = 32 if layout == "f32" else 16
-    data, call = _prepare(lib, layout, bits, 1, False, False, n=n, k=k, threads=threads)
+    data, call = _prepare(lib, layout, bits, 1, _SCALES_F16, False, n=n, k=k, threads=threads)
     call(lib.tw_pack_float, _at(raw), _FLOAT_SOURCES[source], _LAYOUTS[layout], ctypes.c_int64(n), ctypes.c_int64(k))
     return _record(layout, data, n=n, k=k, bits=bits, group=0)
 
@@ -241,7 +243,7 @@ def _fits_half(values: Floats) -> bool:
 
 
 def _traits(packed: PackedMatrix) -> tuple[int, bytes]:
-    # Bytes 4..8 of the header: layout, bits, halves, wide, symmetric.
+    # Bytes 4..8 of the header: layout, bits, halves, scales, symmetric.
     return packed.k, packed.data[0][4:9].tobytes()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -92,12 +92,13 @@ class CpuOps:
             memory = np.zeros(nbytes + matrix.LINE, np.uint8)
             start = -memory.ctypes.data % matrix.LINE
             return memory[start : start + nbytes].view(kind).reshape(shape)
-        pages = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is shared memory, which has its own rules for huge pages
+            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+        else:
+            pages = mmap.mmap(-1, nbytes)
         if nbytes >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with suppress(OSError):  # a kernel without huge pages: only slower
                 pages.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without huge pages: only slower
         return np.frombuffer(pages, np.uint8, nbytes).view(kind).reshape(shape)
 
     def constant(self, values: npt.NDArray[Any]) -> Array:

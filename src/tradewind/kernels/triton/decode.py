@@ -84,9 +84,9 @@ def _decode_kernel(
         return
     splits = tl.cdiv(length - first, chunk)
     end = tl.minimum(begin + chunk, length)
-    fresh = FUSED and end == length
-    # With FUSED the last key is not in the pages yet.
-    stop = end - 1 if fresh else end
+    stop = end
+    if FUSED:  # the last key is not in the pages yet
+        stop = tl.minimum(end, length - 1)
 
     if FUSED:
         base = q_ptr + token.to(tl.int64) * ((H + 2 * G) * D)
@@ -137,7 +137,7 @@ def _decode_kernel(
     acc *= v_scale
 
     if FUSED:
-        if fresh:
+        if end == length:
             new_k = base + (H + g) * D + i
             a = tl.load(new_k, mask=live_d, other=0.0).to(tl.float32)
             b = tl.load(new_k + HALF_D, mask=live_d, other=0.0).to(tl.float32)
@@ -246,6 +246,7 @@ def paged_decode(
     assert dim % 2 == 0 and heads % kv_heads == 0
     fused = angles is not None
     assert not fused or angles.shape[1] == dim, "the fused rotation covers the whole head"
+    assert pow2(config.splits) == config.splits, f"{config.splits} splits are no power of two"
     assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
     dot = {"float32": tl.float32, "float16": tl.float16}.get(str(k_pages.dtype).removeprefix("torch."), tl.bfloat16)
     _decode_kernel[(config.splits, kv_heads, count)](

@@ -22,7 +22,7 @@ from tradewind.kernels.triton.tuning import PrefillConfig
 
 @triton.jit
 def _block(
-    q, k_ptr, v_ptr, table, start, length, position, top, total, acc, g, window, factor_k, cap,
+    q, k_ptr, v_ptr, table, start, lowest, length, position, top, total, acc, g, window, factor_k, cap,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
     MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
@@ -34,10 +34,10 @@ def _block(
         page = tl.load(table + start // B).to(tl.int64)
         at = (page * G + g) * (B * D) + (start % B + n) * D
     else:
-        page = tl.load(table + key // B, mask=key < length, other=0).to(tl.int64)
+        page = tl.load(table + key // B, mask=(key >= lowest) & (key < length), other=0).to(tl.int64)
         at = (page * G + g) * (B * D) + (key % B) * D
     if MASK:
-        inside = key < length
+        inside = (key >= lowest) & (key < length)  # what a dropped page holds must not matter
         if D == DP:
             k = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[None, :], other=0.0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
@@ -125,24 +125,24 @@ def _prefill_kernel(
 
     oldest = length - tokens + block  # position of the tile's first query; its last one sees `end` keys
     end = tl.minimum(length - tokens + block + BQ, length)
-    begin = 0
+    lowest = 0
     if WINDOW:
-        begin = tl.maximum(oldest - window + 1, 0) // BN * BN
-        for start in range(begin, end, BN):
+        lowest = tl.maximum(oldest - window + 1, 0)
+        for start in range(lowest // BN * BN, end, BN):
             top, total, acc = _block(
-                q, k_ptr, v_ptr, table, start, end, position, top, total, acc, g, window, factor_k, cap,
+                q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
                 G, D, DP, B, BN, DOT, True, WINDOW, CAP,
             )  # fmt: skip
     else:
         whole = (oldest + 1) // BN * BN  # keys that every query of the tile sees, in whole tiles
         for start in range(0, whole, BN):
             top, total, acc = _block(
-                q, k_ptr, v_ptr, table, start, end, position, top, total, acc, g, window, factor_k, cap,
+                q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
                 G, D, DP, B, BN, DOT, False, WINDOW, CAP,
             )  # fmt: skip
         for start in range(whole, end, BN):
             top, total, acc = _block(
-                q, k_ptr, v_ptr, table, start, end, position, top, total, acc, g, window, factor_k, cap,
+                q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
                 G, D, DP, B, BN, DOT, True, WINDOW, CAP,
             )  # fmt: skip
     if SINKS:

@@ -29,10 +29,10 @@ from tradewind.kernels.triton.tuning import GemvConfig, TileConfig
 
 @triton.jit
 def _weights(pointers, mask, MASKED: tl.constexpr):
-    """A tile of weights: each byte is used once, so it shall not push the shared input out of L1 and L2."""
+    """A tile of weights: each byte is used once, so it shall not push the shared input out of L1."""
     if MASKED:
-        return tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg", eviction_policy="evict_first")
-    return tl.load(pointers, cache_modifier=".cg", eviction_policy="evict_first")
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(pointers, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _tile_kernel(
     acc_u = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)
     for start in range(begin, end, BK):
-        w = tl.load(row + (start + column)[None, :], cache_modifier=".cg", eviction_policy="evict_first")
+        w = tl.load(row + (start + column)[None, :], eviction_policy="evict_first")
         x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
         if NORM:
             wide = x.to(tl.float32)
@@ -134,7 +134,7 @@ def _tile_kernel(
         x = x.to(DOT)
         acc = tl.dot(w.to(DOT), tl.trans(x), acc)
         if GATED:
-            u = tl.load(row + N * K + (start + column)[None, :], cache_modifier=".cg", eviction_policy="evict_first")
+            u = tl.load(row + N * K + (start + column)[None, :], eviction_policy="evict_first")
             acc_u = tl.dot(u.to(DOT), tl.trans(x), acc_u)
 
     if SPLIT > 1:

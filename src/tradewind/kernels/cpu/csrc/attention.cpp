@@ -152,7 +152,9 @@ constexpr int64_t SPAN = 4;  // blocks that are widened together
 // s[line][block] = q[line] . keys of the block; lines of q are D apart, lines of s are PART apart.
 template <class Format, int L, int B>
 void scores_tile(const float* q, int64_t dim, const typename Format::Stored* const* keys, float* s) {
-    Vec acc[L][B] = {};
+    Vec acc[L][B];
+    for (int l = 0; l < L; ++l)
+        for (int b = 0; b < B; ++b) acc[l][b] = splat(0);
     for (int64_t d = 0; d < dim; ++d) {
         Vec key[B];
         for (int b = 0; b < B; ++b) key[b] = Format::load16(keys[b] + d * BLOCK);
@@ -294,6 +296,7 @@ struct Work {
             low = lesser(low, first[line]), high = greater(high, last[line]);
             part_m[line] = part_l[line] = 0;
         }
+        const int64_t tile_last = high;
         // From here on positions count from the start of the part.
         const int64_t base = index * PART;
         low = greater(low - base, 0), high = lesser(high - base, PART - 1);
@@ -303,12 +306,29 @@ struct Work {
 
         for (int64_t block = block_begin; block < block_end; block += SPAN) {
             const int64_t blocks = lesser(SPAN, block_end - block);
+            if (block + SPAN < block_end) ask(job.k, pages, base, block + SPAN, block_end);
+            else ask(job.v, pages, base, block_begin, block_end);
             spans<true>(pages, base, block, blocks, line_begin, line_end);
         }
         for (int64_t line = line_begin; line < line_end; ++line) softmax(line, base, block_begin, block_end);
         for (int64_t block = block_begin; block < block_end; block += SPAN) {
             const int64_t blocks = lesser(SPAN, block_end - block);
+            if (block + SPAN < block_end) ask(job.v, pages, base, block + SPAN, block_end);
+            else if (base + PART <= tile_last) ask(job.k, pages, base + PART, 0, (tile_last - base - PART) / BLOCK + 1);
             spans<false>(pages, base, block, blocks, line_begin, line_end);
+        }
+    }
+
+    // Where a block of 16 keys or values starts.
+    TW_INLINE const Stored* find(const void* memory, const int32_t* pages, int64_t position) const {
+        const int64_t head = pages[position / job.page_tokens] * job.kv_heads + g;
+        return static_cast<const Stored*>(memory) + (head * job.page_tokens + position % job.page_tokens) * dim;
+    }
+    // Asks for up to SPAN blocks: pages are scattered, and the hardware only guesses within a few kilobytes.
+    TW_INLINE void ask(const void* memory, const int32_t* pages, int64_t base, int64_t block, int64_t block_end) const {
+        for (int64_t b = block; b < block + SPAN && b < block_end; ++b) {
+            const char* at = reinterpret_cast<const char*>(find(memory, pages, base + b * BLOCK));
+            for (int64_t i = 0; i < 256; i += 64) __builtin_prefetch(at + i, 0, 2);
         }
     }
 
@@ -317,11 +337,7 @@ struct Work {
     template <bool Keys>
     void spans(const int32_t* pages, int64_t base, int64_t block, int64_t blocks, int64_t line_begin, int64_t line_end) {
         const Stored* at[SPAN];
-        for (int64_t b = 0; b < blocks; ++b) {
-            const int64_t position = base + (block + b) * BLOCK;
-            const int64_t head = pages[position / job.page_tokens] * job.kv_heads + g;
-            at[b] = static_cast<const Stored*>(Keys ? job.k : job.v) + (head * job.page_tokens + position % job.page_tokens) * dim;
-        }
+        for (int64_t b = 0; b < blocks; ++b) at[b] = find(Keys ? job.k : job.v, pages, base + (block + b) * BLOCK);
         for (int64_t b = blocks; b < SPAN; ++b) at[b] = at[0];
         if constexpr (!std::is_same<Format, F32>::value) {
             if (line_end - line_begin > LINES) {

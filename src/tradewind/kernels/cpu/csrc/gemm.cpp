@@ -95,9 +95,11 @@ void widen(const Packed& p, const uint8_t* unit, uint8_t* q) {
         for (int i = 0; i < 512; ++i) q[i] = uint8_t(q[i] | (unit[256 + 64 * plane + i / 8] >> i % 8 & 1) << (4 + plane));
 }
 
-float scale_at(const Packed& p, const uint8_t* at, int64_t index) {
-    if (p.wide) return reinterpret_cast<const float*>(at)[index];
-    return half_to_float(reinterpret_cast<const uint16_t*>(at)[index]);
+float scale_of(const Packed& p, const uint8_t* at, const uint8_t* shared, int64_t unit, int half, int r) {
+    const int64_t index = (unit * p.halves + half) * 16 + r;
+    if (p.scales == SCALES_F32) return reinterpret_cast<const float*>(at)[index];
+    if (p.scales == SCALES_F16) return half_to_float(reinterpret_cast<const uint16_t*>(at)[index]);
+    return half_to_float(reinterpret_cast<const uint16_t*>(shared)[unit / 8 * 16 + r]) * float(reinterpret_cast<const int8_t*>(at)[index]);
 }
 
 void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
@@ -111,8 +113,8 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
             for (int half = 0; half < p.halves; ++half) {
                 float scale[16], minimum[16] = {};
                 for (int r = 0; r < 16; ++r) {
-                    scale[r] = scale_at(p, w + p.scale_at, (u * p.halves + half) * 16 + r);
-                    if (!p.symmetric) minimum[r] = scale_at(p, w + p.minimum_at, (u * p.halves + half) * 16 + r);
+                    scale[r] = scale_of(p, w + p.scale_at, w + p.shared_scale_at(), u, half, r);
+                    if (!p.symmetric) minimum[r] = scale_of(p, w + p.minimum_at, w + p.shared_minimum_at(), u, half, r);
                 }
                 for (int m = 0; m < rows; ++m) {
                     const uint8_t* unit = x + m * x_stride + u * UNIT;
@@ -180,13 +182,12 @@ template <class F>
 void shared(Thread& t, int64_t items, F&& body) {
     const int64_t each = t.count == 1 ? items : items * 2 / (3 * t.count), fixed = each * t.count;
     const int64_t end = each * (t.id + 1);
-    int64_t item = each * t.id;
     auto claim = [&] {
         if (fixed == items) return int64_t(-1);
         const int64_t got = fixed + t.lanes[0].fetch_add(1, std::memory_order_relaxed);
         return got < items ? got : int64_t(-1);
     };
-    if (each == 0) item = claim();
+    int64_t item = each ? each * t.id : claim();
     while (item >= 0) {
         const int64_t next = item + 1 < end ? item + 1 : claim();
         body(item, next);
@@ -211,13 +212,17 @@ void matmul(const Call& c, Thread& t) {
     if (c.rows <= 0) return;
     const Path path = choose(p, t.isa);
 
+    // Rows in bands whose prepared bytes stay in the second-level cache; bands in tiles of nearly equal height.
+    const int64_t stride = path.prepare ? prepared_stride(p) : c.x_stride * int64_t(sizeof(float));
+    const int64_t band = std::max<int64_t>(path.max_rows, (int64_t(384) << 10) / std::max<int64_t>(1, stride) / path.max_rows * path.max_rows);
+    const int64_t bands = (c.rows + band - 1) / band, strips = (p.blocks + 1) / 2;
+    const int64_t outputs = c.gated ? p.n / 2 : p.n;
+
     // Few rows: each thread prepares them for itself, which is cheaper than waiting for each other.
     constexpr int64_t OWN = 256 * UNIT;
     alignas(64) uint8_t own[OWN];
     const uint8_t* x = reinterpret_cast<const uint8_t*>(c.x);
-    int64_t stride = c.x_stride * int64_t(sizeof(float));
     if (path.prepare) {
-        stride = prepared_stride(p);
         const bool alone = c.rows * stride <= OWN;
         uint8_t* to = alone ? own : c.scratch;
         const Thread::Range range = alone ? Thread::Range{0, c.rows} : t.share(c.rows);
@@ -226,10 +231,6 @@ void matmul(const Call& c, Thread& t) {
         x = to;
     }
 
-    // Rows in bands whose prepared bytes stay in the second-level cache; bands in tiles of nearly equal height.
-    const int64_t band = std::max<int64_t>(path.max_rows, (int64_t(384) << 10) / std::max<int64_t>(1, stride) / path.max_rows * path.max_rows);
-    const int64_t bands = (c.rows + band - 1) / band, strips = (p.blocks + 1) / 2;
-    const int64_t outputs = c.gated ? p.n / 2 : p.n;
     shared(t, bands * strips, [&](int64_t item, int64_t next) {
         const int64_t strip = item % strips, begin = item / strips * band, end = std::min(c.rows, begin + band);
         // An odd last block is computed twice, stored once.

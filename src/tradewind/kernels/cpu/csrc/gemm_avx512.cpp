@@ -58,21 +58,26 @@ inline __attribute__((always_inline)) __m512i quants(const uint8_t* unit, int j)
     return add_planes<BITS>(_mm512_and_si512(both, _mm512_set1_epi8(15)), unit, j);
 }
 
-template <bool WIDE>
-inline __attribute__((always_inline)) __m512 scales(const uint8_t* at, int64_t index) {
-    if (WIDE) return _mm512_load_ps(at + index * 64);
-    return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at + index * 32)));
+// Scales number `index` (unit * HALVES + half) of a region; `shared` is the region of shared factors, if there is one.
+template <Scales KIND, int HALVES>
+inline __attribute__((always_inline)) __m512 scales(const uint8_t* at, const uint8_t* shared, int64_t index) {
+    if (KIND == SCALES_F32) return _mm512_load_ps(at + index * 64);
+    if (KIND == SCALES_F16) return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(at + index * 32)));
+    const __m512 steps = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(at + index * 16))));
+    return _mm512_mul_ps(steps, _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(shared + index / (8 * HALVES) * 32))));
 }
 
-template <int BITS, int HALVES, bool WIDE, bool SYMMETRIC, int ROWS>
+template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC, int ROWS>
 void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, float* acc) {
     __m512 sum[2][ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
     const int64_t units = p.units();
     const uint8_t *s0 = s.w0 + p.scale_at, *s1 = s.w1 + p.scale_at, *m0 = s.w0 + p.minimum_at, *m1 = s.w1 + p.minimum_at;
+    const uint8_t *d0 = s.w0 + p.shared_scale_at(), *d1 = s.w1 + p.shared_scale_at();
+    const uint8_t *e0 = s.w0 + p.shared_minimum_at(), *e1 = s.w1 + p.shared_minimum_at();
     const uint8_t *q0 = s.w0, *q1 = s.w1, *next = s.next;
-    constexpr int LINES = 2 * BITS + HALVES * (WIDE ? 2 : 1) * (SYMMETRIC ? 1 : 2);  // of a strip's unit
+    constexpr int LINES = 2 * BITS + HALVES * (KIND == SCALES_F32 ? 2 : 1) * (SYMMETRIC || KIND == SCALES_STEPS ? 1 : 2);  // of a strip's unit
     for (int64_t u = 0; u < units; ++u) {
         if (next) {
 #pragma GCC unroll 32
@@ -96,7 +101,8 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
                     dot[1][m] = _mm512_dpbusd_epi32(dot[1][m], b, four);
                 }
             }
-            const __m512 a = scales<WIDE>(s0, u * HALVES + half), b = scales<WIDE>(s1, u * HALVES + half);
+            const int64_t index = u * HALVES + half;
+            const __m512 a = scales<KIND, HALVES>(s0, d0, index), b = scales<KIND, HALVES>(s1, d1, index);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; ++m) {
                 const __m512 sx = broadcast_ps(x + m * x_stride + 32);
@@ -104,7 +110,7 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
                 sum[1][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[1][m]), _mm512_mul_ps(b, sx), sum[1][m]);
             }
             if (!SYMMETRIC) {
-                const __m512 c = scales<WIDE>(m0, u * HALVES + half), d = scales<WIDE>(m1, u * HALVES + half);
+                const __m512 c = scales<KIND, HALVES>(m0, e0, index), d = scales<KIND, HALVES>(m1, e1, index);
 #pragma GCC unroll 16
                 for (int m = 0; m < ROWS; ++m) {
                     const __m512 total = broadcast_ps(x + m * x_stride + 36 + 4 * half);
@@ -120,26 +126,28 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
     store_tile(sum, acc);
 }
 
-template <int BITS, int HALVES, bool WIDE, bool SYMMETRIC>
+template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC>
 void tiles_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     switch (rows) {
-        case 1: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 1>(p, s, x, x_stride, acc);
-        case 2: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 2>(p, s, x, x_stride, acc);
-        case 3: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 3>(p, s, x, x_stride, acc);
-        case 4: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 4>(p, s, x, x_stride, acc);
-        case 5: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 5>(p, s, x, x_stride, acc);
-        default: return tile_quant<BITS, HALVES, WIDE, SYMMETRIC, 6>(p, s, x, x_stride, acc);
+        case 1: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 1>(p, s, x, x_stride, acc);
+        case 2: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 2>(p, s, x, x_stride, acc);
+        case 3: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 3>(p, s, x, x_stride, acc);
+        case 4: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 4>(p, s, x, x_stride, acc);
+        case 5: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 5>(p, s, x, x_stride, acc);
+        default: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 6>(p, s, x, x_stride, acc);
     }
 }
 
+// The combinations that packing makes.
 template <int BITS>
 Tile choose_quant(const Packed& p) {
-    if (p.halves == 1) {
-        if (p.symmetric) return p.wide ? tiles_quant<BITS, 1, true, true> : tiles_quant<BITS, 1, false, true>;
-        return p.wide ? tiles_quant<BITS, 1, true, false> : tiles_quant<BITS, 1, false, false>;
+    if (p.halves == 2) {
+        if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 2, SCALES_STEPS, true>;
+        return p.symmetric ? tiles_quant<BITS, 2, SCALES_F32, true> : tiles_quant<BITS, 2, SCALES_F32, false>;
     }
-    if (p.symmetric) return tiles_quant<BITS, 2, true, true>;  // groups of 16 are packed wide
-    return tiles_quant<BITS, 2, true, false>;
+    if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 1, SCALES_STEPS, false>;
+    if (p.scales == SCALES_F32) return p.symmetric ? tiles_quant<BITS, 1, SCALES_F32, true> : tiles_quant<BITS, 1, SCALES_F32, false>;
+    return p.symmetric ? tiles_quant<BITS, 1, SCALES_F16, true> : tiles_quant<BITS, 1, SCALES_F16, false>;
 }
 
 // ------------------------------------------------------------------------------------------------ float layouts

@@ -21,15 +21,13 @@ void parallel(int64_t items, int threads, F&& body) {
     for (auto& other : others) other.join();
 }
 
-int64_t to_line(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-
-Packed describe(int layout, int bits, int halves, int wide, int symmetric, int64_t n, int64_t k) {
+Packed describe(int layout, int bits, int halves, int kind, int symmetric, int64_t n, int64_t k) {
     Packed p{};
     p.magic = PACKED_MAGIC;
     p.layout = uint8_t(layout);
     p.bits = uint8_t(bits);
     p.halves = uint8_t(halves);
-    p.wide = uint8_t(wide);
+    p.scales = uint8_t(kind);
     p.symmetric = uint8_t(symmetric);
     p.n = n;
     p.k = k;
@@ -38,7 +36,7 @@ Packed describe(int layout, int bits, int halves, int wide, int symmetric, int64
         int64_t scales = to_line(p.units() * halves * p.scale_bytes());
         p.scale_at = p.units() * p.unit_bytes();
         p.minimum_at = p.scale_at + scales;
-        p.block_bytes = p.minimum_at + (symmetric ? 0 : scales);
+        p.block_bytes = p.minimum_at + (symmetric ? 0 : scales) + p.shared_bytes() * (symmetric ? 1 : 2);
     } else {
         p.block_bytes = layout == LAYOUT_F32 ? k * 64 : (k + 1) / 2 * 64;
     }
@@ -74,15 +72,28 @@ void put_quants(uint8_t* unit, int bits, int r, const uint32_t* w) {
     }
 }
 
-void put_scale(const Packed& p, uint8_t* block, int64_t unit, int half, int r, float scale, float minimum, uint16_t half_scale, uint16_t half_minimum) {
-    int64_t index = (unit * p.halves + half) * 16 + r;
-    if (p.wide) {
-        std::memcpy(block + p.scale_at + index * 4, &scale, 4);
-        if (!p.symmetric) std::memcpy(block + p.minimum_at + index * 4, &minimum, 4);
-    } else {
-        std::memcpy(block + p.scale_at + index * 2, &half_scale, 2);
-        if (!p.symmetric) std::memcpy(block + p.minimum_at + index * 2, &half_minimum, 2);
-    }
+void put_f16(const Packed& p, uint8_t* block, int64_t unit, int r, uint16_t scale, uint16_t minimum) {
+    const int64_t at = (unit * 16 + r) * 2;
+    std::memcpy(block + p.scale_at + at, &scale, 2);
+    if (!p.symmetric) std::memcpy(block + p.minimum_at + at, &minimum, 2);
+}
+
+void put_f32(const Packed& p, uint8_t* block, int64_t unit, int half, int r, float scale, float minimum) {
+    const int64_t at = ((unit * p.halves + half) * 16 + r) * 4;
+    std::memcpy(block + p.scale_at + at, &scale, 4);
+    if (!p.symmetric) std::memcpy(block + p.minimum_at + at, &minimum, 4);
+}
+
+void put_steps(const Packed& p, uint8_t* block, int64_t unit, int half, int r, int scale, int minimum) {
+    const int64_t at = (unit * p.halves + half) * 16 + r;
+    block[p.scale_at + at] = uint8_t(scale);
+    if (!p.symmetric) block[p.minimum_at + at] = uint8_t(minimum);
+}
+
+void put_shared(const Packed& p, uint8_t* block, int64_t unit, int r, uint16_t scale, uint16_t minimum) {
+    const int64_t at = (unit / 8 * 16 + r) * 2;
+    std::memcpy(block + p.shared_scale_at() + at, &scale, 2);
+    if (!p.symmetric) std::memcpy(block + p.shared_minimum_at() + at, &minimum, 2);
 }
 
 // Only for values that a float16 holds exactly (the caller has checked).
@@ -103,12 +114,12 @@ uint16_t float_to_half_exact(float value) {
 // d: the float16 scale of a block, m: its float16 minimum, qs: low four bits, qh: the bits above them.
 
 struct Format {
-    int values, bytes, bits, halves, wide, symmetric;
+    int values, bytes, bits, halves, scales, symmetric;
 };
 enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
 constexpr Format formats[FORMATS] = {
     {32, 18, 4, 1, 0, 1}, {32, 20, 4, 1, 0, 0}, {32, 22, 5, 1, 0, 1},    {32, 24, 5, 1, 0, 0},
-    {32, 34, 8, 1, 0, 1}, {256, 144, 4, 1, 1, 0}, {256, 176, 5, 1, 1, 0}, {256, 210, 6, 2, 1, 1},
+    {32, 34, 8, 1, 0, 1}, {256, 144, 4, 1, 2, 0}, {256, 176, 5, 1, 2, 0}, {256, 210, 6, 2, 2, 1},
 };
 
 // 16 bytes of two nibbles -> words k4 0..3 (low) and 4..7 (high).
@@ -147,13 +158,13 @@ void put_block(const Packed& p, uint8_t* block, int64_t unit, int r, const uint8
         nibbles(raw + head + (five ? 4 : 0), w);
         if (five) fifth_bits(word(raw + head), w);
         put_quants(at, five ? 5 : 4, r, w);
-        put_scale(p, block, unit, 0, r, 0, 0, d, half_at(raw + 2));
+        put_f16(p, block, unit, r, d, half_at(raw + 2));
     } else if (FORMAT == Q8_0) {
         for (int j = 0; j < 8; ++j) w[j] = word(raw + 2 + 4 * j) ^ 0x80808080u;
         put_quants(at, 8, r, w);
-        put_scale(p, block, unit, 0, r, 0, 0, d, 0);
+        put_f16(p, block, unit, r, d, 0);
     } else if (FORMAT == Q4_K || FORMAT == Q5_K) {
-        const float scale = half_to_float(d), minimum = half_to_float(half_at(raw + 2));
+        put_shared(p, block, unit, r, d, half_at(raw + 2) ^ 0x8000);  // these minima are subtracted
         const uint8_t* qs = raw + (FORMAT == Q4_K ? 16 : 48);
         for (int s = 0; s < 8; ++s) {
             for (int j = 0; j < 8; ++j) w[j] = word(qs + s / 2 * 32 + 4 * j) >> (s & 1) * 4 & 0x0f0f0f0fu;
@@ -162,18 +173,17 @@ void put_block(const Packed& p, uint8_t* block, int64_t unit, int r, const uint8
             put_quants(at + s * p.unit_bytes(), FORMAT == Q4_K ? 4 : 5, r, w);
             int sub_scale, sub_minimum;
             k_scale(raw + 4, s, sub_scale, sub_minimum);
-            put_scale(p, block, unit + s, 0, r, scale * float(sub_scale), -(minimum * float(sub_minimum)), 0, 0);
+            put_steps(p, block, unit + s, 0, r, sub_scale, sub_minimum);
         }
     } else {  // Q6_K: ql 128 | qh 64 | scales 16 signed | d
-        const float scale = half_to_float(half_at(raw + 208));
+        put_shared(p, block, unit, r, half_at(raw + 208), 0);
         for (int s = 0; s < 8; ++s) {  // 32 values: half s / 4 of the block, quarter s % 4 of that
             const uint8_t* ql = raw + s / 4 * 64 + (s & 1) * 32;
             const uint8_t* qh = raw + 128 + s / 4 * 32;
             for (int j = 0; j < 8; ++j)
                 w[j] = (word(ql + 4 * j) >> (s & 2) * 2 & 0x0f0f0f0fu) | (word(qh + 4 * j) >> (s & 3) * 2 & 0x03030303u) << 4;
             put_quants(at + s * p.unit_bytes(), 6, r, w);
-            for (int half = 0; half < 2; ++half)
-                put_scale(p, block, unit + s, half, r, scale * float(int8_t(raw[192 + 2 * s + half])), 0, 0, 0);
+            for (int half = 0; half < 2; ++half) put_steps(p, block, unit + s, half, r, raw[192 + 2 * s + half], 0);
         }
     }
 }
@@ -185,14 +195,13 @@ void pack_blocks(Packed& p, const uint8_t* raw, int threads) {
     parallel(p.blocks, threads, [&](int64_t b) {
         uint8_t* block = p.block(b);
         const int rows = int(std::min<int64_t>(16, p.n - b * 16));
-        if (rows < 16 || f.bits == 5 || f.bits == 6) std::memset(block, 0, size_t(p.block_bytes));
+        // Bit planes are put together bit by bit, and so want zeros first.
+        const bool planes = f.bits == 5 || f.bits == 6;
+        const int64_t keep = rows < 16 || planes ? 0 : p.scale_at;
+        std::memset(block + keep, 0, size_t(p.block_bytes - keep));
         // Outputs innermost: a unit's cache lines are finished while they are near.
         for (int64_t j = 0; j < per_row; ++j)
             for (int r = 0; r < rows; ++r) put_block<FORMAT>(p, block, j * units, r, raw + ((b * 16 + r) * per_row + j) * f.bytes);
-        if (int64_t padding = p.units() * p.halves * p.scale_bytes() % 64) {
-            std::memset(block + p.minimum_at - (64 - padding), 0, size_t(64 - padding));
-            if (!p.symmetric) std::memset(block + p.block_bytes - (64 - padding), 0, size_t(64 - padding));
-        }
     });
 }
 
@@ -226,10 +235,12 @@ void pack_float(Packed& p, const uint8_t* raw, int threads) {
     });
 }
 
-float scale_of(const Packed& p, const uint8_t* at, int64_t index) {
+// Scale or minimum number `index` of the region at `at`; `shared` is its region of shared factors, if there is one.
+float scale_of(const Packed& p, const uint8_t* at, const uint8_t* shared, int64_t index) {
     float value;
-    if (p.wide) std::memcpy(&value, at + index * 4, 4);
-    else value = half_to_float(half_at(at + index * 2));
+    if (p.scales == SCALES_F16) return half_to_float(half_at(at + index * 2));
+    if (p.scales == SCALES_STEPS) return half_to_float(half_at(shared + (index / 16 / (8 * p.halves) * 16 + index % 16) * 2)) * float(int8_t(at[index]));
+    std::memcpy(&value, at + index * 4, 4);
     return value;
 }
 
@@ -254,8 +265,9 @@ void unpack_block(const Packed& p, const uint8_t* block, int rows, float* out, i
                         q |= (unit[256 + 64 * plane + 8 * k4 + byte / 8] >> byte % 8 & 1) << (4 + plane);
                 }
                 const int64_t index = (k / 32 * p.halves + (p.halves == 2 ? k4 / 4 : 0)) * 16 + r;
-                const float scale = scale_of(p, block + p.scale_at, index);
-                const float minimum = p.symmetric ? -float(1 << (p.bits - 1)) * scale : scale_of(p, block + p.minimum_at, index);
+                const float scale = scale_of(p, block + p.scale_at, block + p.shared_scale_at(), index);
+                const float minimum =
+                    p.symmetric ? -float(1 << (p.bits - 1)) * scale : scale_of(p, block + p.minimum_at, block + p.shared_minimum_at(), index);
                 const float product = scale * float(q);
                 to[k] = product + minimum;
             }
@@ -271,14 +283,14 @@ using namespace tw;
 extern "C" {
 
 // Bytes of a packed matrix, header included.
-int64_t tw_packed_bytes(int layout, int bits, int halves, int wide, int symmetric, int64_t n, int64_t k) {
-    return describe(layout, bits, halves, wide, symmetric, n, k).bytes();
+int64_t tw_packed_bytes(int layout, int bits, int halves, int scales, int symmetric, int64_t n, int64_t k) {
+    return describe(layout, bits, halves, scales, symmetric, n, k).bytes();
 }
 
-// What a GGUF format becomes: out = bits, halves, wide, symmetric, values per block, bytes per block.
+// What a GGUF format becomes: out = bits, halves, scales, symmetric, values per block, bytes per block.
 void tw_format_layout(int format, int* out) {
     const Format& f = formats[format];
-    const int values[6] = {f.bits, f.halves, f.wide, f.symmetric, f.values, f.bytes};
+    const int values[6] = {f.bits, f.halves, f.scales, f.symmetric, f.values, f.bytes};
     std::memcpy(out, values, sizeof values);
 }
 
@@ -290,10 +302,11 @@ void tw_pack_float(const uint8_t* raw, int source, int layout, int64_t n, int64_
     else pack_float<2>(*p, raw, threads);
 }
 
-// q [n, k], scale and minimum [n, ceil(k / (32 / halves))] -> layout quant. Narrow scales must be exact in float16.
-void tw_pack_quant(const uint8_t* q, const float* scale, const float* minimum, int bits, int halves, int wide, int symmetric, int64_t n, int64_t k,
-                   uint8_t* out, int threads) {
-    Packed* header = new (out) Packed(describe(LAYOUT_QUANT, bits, halves, wide, symmetric, n, k));
+// q [n, k], scale and minimum [n, ceil(k / (32 / halves))] -> layout quant, scales of float16
+// (where each is one exactly, and groups are of 32) or float32.
+void tw_pack_quant(const uint8_t* q, const float* scale, const float* minimum, int bits, int halves, int scales, int symmetric, int64_t n,
+                   int64_t k, uint8_t* out, int threads) {
+    Packed* header = new (out) Packed(describe(LAYOUT_QUANT, bits, halves, scales, symmetric, n, k));
     const int64_t group = 32 / halves, groups = (k + group - 1) / group;
     parallel(header->blocks, threads, [&](int64_t b) {
         const Packed& p = *header;
@@ -312,7 +325,8 @@ void tw_pack_quant(const uint8_t* q, const float* scale, const float* minimum, i
                     const int64_t g = u * halves + half;
                     if (g >= groups) break;
                     const float s = scale[row * groups + g], m = minimum[row * groups + g];
-                    put_scale(p, block, u, half, r, s, m, wide ? 0 : float_to_half_exact(s), wide || symmetric ? 0 : float_to_half_exact(m));
+                    if (scales == SCALES_F32) put_f32(p, block, u, half, r, s, m);
+                    else put_f16(p, block, u, r, float_to_half_exact(s), symmetric ? 0 : float_to_half_exact(m));
                 }
             }
         }
@@ -322,7 +336,7 @@ void tw_pack_quant(const uint8_t* q, const float* scale, const float* minimum, i
 // GGUF blocks of [n, k] as in the file -> layout quant. k is a multiple of the format's block.
 void tw_pack_blocks(const uint8_t* raw, int format, int64_t n, int64_t k, uint8_t* out, int threads) {
     const Format& f = formats[format];
-    Packed* p = new (out) Packed(describe(LAYOUT_QUANT, f.bits, f.halves, f.wide, f.symmetric, n, k));
+    Packed* p = new (out) Packed(describe(LAYOUT_QUANT, f.bits, f.halves, f.scales, f.symmetric, n, k));
     using Function = void (*)(Packed&, const uint8_t*, int);
     static constexpr Function functions[FORMATS] = {pack_blocks<Q4_0>, pack_blocks<Q4_1>, pack_blocks<Q5_0>, pack_blocks<Q5_1>,
                                                     pack_blocks<Q8_0>, pack_blocks<Q4_K>, pack_blocks<Q5_K>, pack_blocks<Q6_K>};

@@ -62,6 +62,9 @@ TW_INLINE void store_part(float* p, int64_t n, Vec v) { __builtin_memcpy(p, &v, 
 
 // Always the same tree: lanes i and i + 8, then i and i + 4, then + 2, then + 1.
 TW_INLINE float sum(Vec v) {
+#if TW_LEVEL == 2
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     float a[W];
     store(a, v);
     for (int half = 8; half; half /= 2)
@@ -192,7 +195,7 @@ TW_INLINE Vec nearest(Vec v) {
 }
 // 2^x; relative error below 1.3e-7; 0 for -inf. (Minimax polynomial of degree 6 on [-1/2, 1/2], by Remez exchange.)
 TW_INLINE Vec exp2(Vec x) {
-    x = x < -200.f ? splat(-200.f) : x;
+    x = larger(splat(-200.f), x);
     Vec n = nearest(x), r = x - n;
     Vec p = splat(1.5345812e-4f);
     p = fma(p, r, splat(1.3399931e-3f));
@@ -205,7 +208,7 @@ TW_INLINE Vec exp2(Vec x) {
 }
 // e^x; relative error below 2e-7 where the result is a normal float. ln 2 is subtracted in two pieces (Cody & Waite).
 TW_INLINE Vec exp(Vec x) {
-    x = x < -150.f ? splat(-150.f) : x;
+    x = larger(splat(-150.f), x);
     Vec n = nearest(x * 1.44269504f);
     Vec r = fma(n, splat(-6.93359375e-1f), x);
     r = fma(n, splat(2.12194440e-4f), r);

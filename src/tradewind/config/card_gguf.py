@@ -1,0 +1,213 @@
+"""From GGUF metadata to a `ModelCard`.
+
+Knows: the keys, and what only tensors tell (biases, tying, Llama 3's rope factors). Refuses to know: files and arithmetic.
+What is missing, ill-typed, impossible or not supported is refused by name; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tradewind.config.card import ModelCard, RopeFacts
+from tradewind.config.card_parts import (
+    TensorFacts,
+    Tensors,
+    check_heads,
+    every_nth_full,
+    llama3_factors,
+    with_weights,
+    yarn_factor,
+)
+from tradewind.config.fields import CardError, Fields, plain_int, shown
+
+GGUF_ARCHITECTURES = {"gemma3": "gemma3", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
+"""Tokens that end an answer in the chat formats of these families, also where a GGUF names only the end of text."""
+
+
+def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors | None = None) -> ModelCard:
+    """Reads GGUF metadata; changes nothing. Raises CardError naming the key.
+
+    tensors: name -> facts. Without them biases and tying follow the family's custom. A tensor `rope_freqs.weight` must have its bytes
+    at `.data`: Llama 3's rope scaling is stored there and nowhere else.
+    """
+    whole = Fields(metadata, origin=f"GGUF metadata of '{name}'")
+    arch = whole.word("general.architecture")
+    family = GGUF_ARCHITECTURES.get(arch)
+    if family is None:
+        known = ", ".join(sorted(GGUF_ARCHITECTURES))
+        raise CardError(f"{whole.origin}: architecture '{shown(arch)[1:-1]}' is not supported; known are {known}")
+    gemma = family == "gemma3"
+
+    def key(field: str) -> str:
+        return f"{arch}.{field}"
+
+    names = (key("attention.head_count"), key("attention.head_count_kv"), key("attention.key_length"))
+    layers = whole.whole(key("block_count"), high=4096)
+    heads = same_in_all_layers(whole, names[0], default=None)
+    kv_heads = same_in_all_layers(whole, names[1], default=heads)
+    hidden = whole.whole(key("embedding_length"))
+    if not whole.has(names[2]) and hidden % heads:
+        raise whole.refuse(key("embedding_length"), f"a multiple of {names[0]}, {heads}, where {names[2]} is not given")
+    head_dim = whole.whole(names[2], default=hidden // heads)
+    check_heads(whole, heads=heads, kv_heads=kv_heads, head_dim=head_dim, names=names)
+    if whole.whole(key("attention.value_length"), default=head_dim) != head_dim:
+        raise whole.refuse(key("attention.value_length"), f"the key length, {head_dim}")
+    vocab_size = gguf_vocab(whole, arch=arch, hidden=hidden, tensors=tensors)
+    positions = whole.whole(key("context_length"))
+    rope = gguf_rope(whole, arch=arch, head_dim=head_dim, positions=positions, tensors=tensors)
+    window = whole.whole(key("attention.sliding_window"), default=0, low=0) or None
+    if gemma:
+        if window is None:
+            raise whole.refuse(key("attention.sliding_window"), "a whole number from 1")
+        windows = gguf_pattern(whole, key("attention.sliding_window_pattern"), layers=layers, window=window)
+    else:
+        windows = (window if family == "llama" else None,) * layers
+    bos = whole.ids("tokenizer.ggml.bos_token_id", below=vocab_size)
+
+    card = ModelCard(
+        name=name,
+        family=family,
+        source="gguf",
+        vocab_size=vocab_size,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=same_in_all_layers(whole, key("feed_forward_length"), default=None),
+        max_positions=positions,
+        norm_eps=whole.number(key("attention.layer_norm_rms_epsilon")),
+        tied_embeddings="output.weight" not in tensors if tensors is not None else gemma,
+        activation="gelu_tanh" if gemma else "silu",
+        rope=rope,
+        rope_local=RopeFacts(theta=whole.number(key("rope.freq_base_swa"), default=1e4)) if gemma else None,
+        layer_windows=windows,
+        qkv_bias="blk.0.attn_q.bias" in tensors if tensors is not None else family == "qwen2",
+        output_bias="blk.0.attn_output.bias" in tensors if tensors is not None else False,
+        mlp_bias="blk.0.ffn_up.bias" in tensors if tensors is not None else False,
+        qk_norm=family in ("qwen3", "gemma3"),
+        sandwich_norms=gemma,
+        norm_offset=0.0,  # converters store w already as factor
+        embedding_scale=math.sqrt(hidden) if gemma else 1.0,
+        # Gemma 3 27B divides by the square root of hidden / heads, the others by that of the head.
+        attention_scale=(hidden / heads if layers == 62 else head_dim) ** -0.5 if gemma else None,
+        attention_softcap=whole.optional_number(key("attn_logit_softcapping")),
+        logit_softcap=whole.optional_number(key("final_logit_softcapping")),
+        bos_id=bos[0] if bos else None,
+        eos_ids=gguf_eos(whole, vocab_size=vocab_size),
+    )
+    return with_weights(card, tensors=tensors, assumed="F16")
+
+
+def same_in_all_layers(fields: Fields, field: str, *, default: int | None) -> int:
+    """A size that GGUF may give once or per layer; layers that differ are refused."""
+    value = fields.values.get(field)
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        sizes = {plain_int(item) for item in value}
+        size = next(iter(sizes), None)
+        if len(sizes) != 1 or size is None or size < 1:
+            raise fields.refuse(field, "the same whole number for every layer")
+        return size
+    return fields.whole(field, default=default)
+
+
+def gguf_pattern(fields: Fields, field: str, *, layers: int, window: int) -> tuple[int | None, ...]:
+    """Gemma 3's windows: every n-th layer is full (n = 6 unless stated), or a flag for each layer, true for a window."""
+    value = fields.values.get(field)
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        return every_nth_full(layers, window=window, pattern=fields.whole(field, default=6))
+    flags = list(value)
+    if len(flags) != layers:
+        raise fields.refuse(field, f"a whole number, or {layers} flags, one for each layer")
+    return tuple(window if flag else None for flag in flags)
+
+
+def gguf_vocab(fields: Fields, *, arch: str, hidden: int, tensors: Tensors | None) -> int:
+    """Rows of the embedding table; without tensors the number of tokens in the vocabulary."""
+    embedding = tensors.get("token_embd.weight") if tensors is not None else None
+    tokens = fields.values.get("tokenizer.ggml.tokens")
+    count = len(tokens) if hasattr(tokens, "__len__") and not isinstance(tokens, str | bytes) else None
+    if embedding is None:
+        return count or fields.whole(f"{arch}.vocab_size")
+    shape = tuple(embedding.shape)
+    if len(shape) != 2 or shape[1] != hidden:
+        raise CardError(f"{fields.origin}: token_embd.weight has the shape {shape}; it must be (vocabulary, {hidden})")
+    if count is not None and count > shape[0]:
+        raise CardError(
+            f"{fields.origin}: the vocabulary has {count} tokens, but token_embd.weight only {shape[0]} rows"
+        )
+    return shape[0]
+
+
+def gguf_eos(fields: Fields, *, vocab_size: int) -> tuple[int, ...]:
+    """Ids that end an answer: end of text, end of turn, and the chat tokens of the supported families."""
+    ids = fields.ids("tokenizer.ggml.eos_token_id", below=vocab_size)
+    ids += fields.ids("tokenizer.ggml.eot_token_id", below=vocab_size)
+    tokens = fields.values.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
+        wanted = set(END_OF_TURN)
+        ids += tuple(index for index, token in enumerate(tokens) if token in wanted)
+    return tuple(dict.fromkeys(ids))
+
+
+def gguf_rope(fields: Fields, *, arch: str, head_dim: int, positions: int, tensors: Tensors | None) -> RopeFacts:
+    """Rope of the full layers."""
+    theta = fields.number(f"{arch}.rope.freq_base", default=1e6 if arch == "gemma3" else 1e4)
+    rotary = fields.whole(f"{arch}.rope.dimension_count", default=head_dim)
+    if rotary > head_dim or rotary % 2:
+        raise fields.refuse(f"{arch}.rope.dimension_count", f"an even number up to the head's {head_dim}")
+    dims = None if rotary == head_dim else rotary
+    if tensors is not None and "rope_freqs.weight" in tensors:
+        return llama3_from_factors(fields, tensors["rope_freqs.weight"], theta=theta, rotary=rotary, dims=dims)
+    prefix = f"{arch}.rope.scaling"
+    kind = fields.word(f"{prefix}.type", default="linear" if fields.has(f"{arch}.rope.scale_linear") else "none")
+    factor_key = (
+        f"{prefix}.factor" if kind != "linear" or fields.has(f"{prefix}.factor") else f"{arch}.rope.scale_linear"
+    )
+    if kind == "none":
+        return RopeFacts(theta=theta, rotary_dims=dims)
+    if kind == "linear":
+        return RopeFacts(theta=theta, kind="linear", factor=fields.number(factor_key), rotary_dims=dims)
+    if kind == "yarn":
+        attention = fields.optional_number(f"{prefix}.attn_factor") or fields.optional_number(
+            f"{prefix}.yarn_attn_factor"
+        )
+        if fields.number(f"{prefix}.yarn_ext_factor", default=1.0, above=False) != 1.0:
+            raise fields.refuse(f"{prefix}.yarn_ext_factor", "1: a partial YaRN is not supported")
+        factor = fields.number(factor_key)
+        return RopeFacts(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_positions=fields.whole(f"{prefix}.original_context_length", default=positions),
+            beta_fast=fields.number(f"{prefix}.yarn_beta_fast", default=32.0),
+            beta_slow=fields.number(f"{prefix}.yarn_beta_slow", default=1.0),
+            # GGUF's factor multiplies YaRN's own.
+            attention_factor=None if attention is None else attention * yarn_factor(factor, 1.0),
+            rotary_dims=dims,
+        )
+    raise CardError(f"{fields.origin}: {prefix}.type {shown(kind)} is not supported; known are none, linear, yarn")
+
+
+def llama3_from_factors(
+    fields: Fields, tensor: TensorFacts, *, theta: float, rotary: int, dims: int | None
+) -> RopeFacts:
+    """Finds Llama 3's rope scaling in the per-frequency factors that converters store in its place.
+
+    The factors are recomputed from the only published settings (low 1, high 4, original 8192) and compared; others are refused.
+    """
+    raw = getattr(tensor, "data", None)
+    if raw is None or tensor.format != "F32" or tensor.nbytes != 2 * rotary:
+        raise CardError(f"{fields.origin}: rope_freqs.weight must be {rotary // 2} F32 values")
+    stored = memoryview(bytes(raw)).cast("f").tolist()
+    rope = RopeFacts(theta=theta, kind="llama3", factor=max(stored), original_max_positions=8192, rotary_dims=dims)
+    expected = llama3_factors(rope, rotary=rotary)
+    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(stored, expected, strict=True)):
+        raise CardError(
+            f"{fields.origin}: the factors in rope_freqs.weight are not those of Llama 3; other ones are not supported"
+        )
+    return rope

@@ -1,0 +1,111 @@
+"""What both readers of model descriptions share: families, checks, rope formulas, and counting weights.
+
+Knows: a card. Refuses to know: the field names of either world (card_hf, card_gguf).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+from tradewind.config.card import ModelCard, RopeFacts
+from tradewind.config.fields import CardError, Fields
+
+FAMILIES: dict[str, str] = {
+    "gemma3": "Gemma 3",
+    "llama": "Llama 2 and 3, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen 2 and 2.5",
+    "qwen3": "Qwen 3",
+}
+"""Families that a card can describe; each is a row of the model registry."""
+
+BYTES_PER_VALUE = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+class TensorFacts(Protocol):
+    """What is asked of a tensor in a file: never its values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+Tensors = Mapping[str, TensorFacts]
+
+
+def check_heads(fields: Fields, *, heads: int, kv_heads: int, head_dim: int, names: tuple[str, str, str]) -> None:
+    """Raises CardError when the head counts cannot go together."""
+    if heads % kv_heads:
+        raise CardError(
+            f"{fields.origin}: {names[0]} is {heads} and {names[1]} {kv_heads}; the first must be a multiple of the second"
+        )
+    if head_dim % 2:
+        raise CardError(f"{fields.origin}: {names[2]} is {head_dim}; rotary embedding needs an even number")
+
+
+def with_weights(card: ModelCard, *, tensors: Tensors | None, assumed: str) -> ModelCard:
+    """The card with parameters, bytes and formats; without tensors they follow from the shapes and the `assumed` format."""
+    if tensors is None:
+        count = count_parameters(card)
+        size = count * BYTES_PER_VALUE[assumed]
+        return msgspec.structs.replace(
+            card, parameters=count, weight_bytes=size, weight_formats={assumed: count}, embedding_format=assumed
+        )
+    embedding = next((tensors[name] for name in EMBEDDING_NAMES if name in tensors), None)
+    formats: dict[str, int] = {}
+    for tensor in tensors.values():
+        formats[tensor.format] = formats.get(tensor.format, 0) + math.prod(tensor.shape)
+    return msgspec.structs.replace(
+        card,
+        parameters=sum(formats.values()),
+        weight_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        weight_formats=dict(sorted(formats.items())),
+        embedding_format=assumed if embedding is None else embedding.format,
+    )
+
+
+EMBEDDING_NAMES = ("token_embd.weight", "model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+
+
+def layer_matrices(card: ModelCard) -> int:
+    """Weights of the matmuls of one layer."""
+    attention = card.hidden * card.head_dim * (2 * card.heads + 2 * card.kv_heads)
+    return attention + 3 * card.hidden * card.intermediate
+
+
+def count_parameters(card: ModelCard) -> int:
+    """Parameters that follow from the shapes: embeddings, matmuls, norms, biases."""
+    norms = card.hidden * (4 if card.sandwich_norms else 2) + (2 * card.head_dim if card.qk_norm else 0)
+    biases = (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias + card.hidden * card.output_bias
+    biases += (2 * card.intermediate + card.hidden) * card.mlp_bias
+    tables = card.vocab_size * card.hidden * (1 if card.tied_embeddings else 2)
+    return tables + card.layers * (layer_matrices(card) + norms + biases) + card.hidden
+
+
+def every_nth_full(layers: int, *, window: int | None, pattern: int) -> tuple[int | None, ...]:
+    """Windows for layers of which each `pattern`-th sees everything."""
+    return tuple(window if (index + 1) % pattern else None for index in range(layers))
+
+
+def yarn_factor(factor: float, scale: float) -> float:
+    """YaRN's growth of attention with the stretch (Peng et al. 2023, section 3.4)."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def llama3_factors(rope: RopeFacts, *, rotary: int) -> list[float]:
+    """What each frequency is divided by, `rotary / 2` numbers (Llama 3.1's scaling)."""
+    original = float(rope.original_max_positions or 0)
+    factors = []
+    for index in range(rotary // 2):
+        turns = original / (2 * math.pi * rope.theta ** (2 * index / rotary))
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1.0 / ((1.0 - smooth) / rope.factor + smooth))
+    return factors

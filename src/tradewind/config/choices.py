@@ -1,0 +1,435 @@
+"""The choices, one small pure function each: what was pinned is checked, what was not is chosen, and both get a reason.
+
+Knows: what each means costs and brings. Refuses to know: how choices are fitted into memory (resolve) and carried out (everybody else).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from tradewind.config import ledger
+from tradewind.config.card import ModelCard
+from tradewind.config.goals import Goals, Means
+from tradewind.config.hardware import Hardware
+from tradewind.config.plan import Reason
+from tradewind.config.sizes import MiB, show_bytes
+from tradewind.contract.errors import LimitError, UserError
+from tradewind.contract.kv import KVFormat
+
+Backend = Literal["cpu", "plain", "cuda"]
+Compute = Literal["f32", "bf16", "int8"]
+Quantization = Literal["none", "int8", "int4"]
+Policy = Literal["arrival", "priority"]
+Value = TypeVar("Value")
+Choice = tuple[Value, Reason]
+
+
+CPU_PAGE_TOKENS = 16
+LIMITS: dict[str, tuple[int, int]] = {
+    "max_running": (1, 4096),
+    "max_tokens_per_step": (1, 1 << 16),
+    "page_tokens": (1, 1024),
+    "threads": (1, 1024),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a scenario wants where the user says nothing."""
+
+    max_tokens_per_step: int
+    max_running: int
+    tokens_each: int
+    """Length of the sequences that the pages are sized for."""
+    kv_share: float
+    """Largest part of free memory for KV pages when no limit is stated."""
+    why_step: str
+    why_running: str
+
+
+HABITS: dict[str, Habits] = {
+    "balanced": Habits(
+        max_tokens_per_step=512,
+        max_running=64,
+        tokens_each=512,
+        kv_share=0.5,
+        why_step="weights are read once for the whole chunk, and decoding neighbours wait for one chunk at most",
+        why_running="matmuls gain little beyond 64 rows on a CPU, and each sequence wants pages",
+    ),
+    "latency": Habits(
+        max_tokens_per_step=256,
+        max_running=16,
+        tokens_each=1024,
+        kv_share=0.5,
+        why_step="short steps: a decoding answer is held up less by somebody's prompt",
+        why_running="few rows: each running answer keeps its pace",
+    ),
+    "memory": Habits(
+        max_tokens_per_step=128,
+        max_running=8,
+        tokens_each=512,
+        kv_share=0.25,
+        why_step="small activations",
+        why_running="few slots, few pages",
+    ),
+    "throughput": Habits(
+        max_tokens_per_step=1024,
+        max_running=128,
+        tokens_each=1024,
+        kv_share=0.8,
+        why_step="large matmuls; nobody waits for a single answer",
+        why_running="many rows share each reading of the weights",
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------------- range of goals
+
+
+def check_goals(goals: Goals) -> None:
+    """Raises UserError naming the first goal that is out of range."""
+    if goals.scenario not in HABITS:
+        raise UserError(f"scenario is {goals.scenario!r}; it must be one of {', '.join(sorted(HABITS))}")
+    for name in ("ttft_ms", "tpot_ms"):
+        value = getattr(goals, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9):
+            raise UserError(f"{name} is {value!r}; it must be a number of milliseconds over 0")
+    for name in ("memory_limit_bytes", "max_context"):
+        value = getattr(goals, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UserError(f"{name} is {value!r}; it must be a whole number over 0")
+    for name, (low, high) in LIMITS.items():
+        value = getattr(goals.means, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
+            raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    for name, known in WORDS.items():
+        value = getattr(goals.means, name)
+        if value is not None and value not in known:
+            raise UserError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "backend": ("cpu", "cuda", "plain"),
+    "compute": ("bf16", "f32", "int8"),
+    "kv_format": ("bf16", "f16", "f32", "fp8"),
+    "policy": ("arrival", "priority"),
+    "quantization": ("int4", "int8", "none"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- numerics
+
+
+def choose_backend(means: Means, *, hardware: Hardware, missing: Mapping[str, str]) -> Choice[Backend]:
+    """The op set that computes."""
+    pinned = means.backend is not None
+    if means.backend == "cuda" or (hardware.kind == "cuda" and not pinned):
+        raise UserError("the cuda backend is not part of this version; use --backend cpu")
+    if means.backend is not None and means.backend in missing:
+        raise UserError(f"backend {means.backend} cannot be used: {missing[means.backend]}")
+    if means.backend == "plain" or (not pinned and "cpu" in missing):
+        if "plain" in missing:
+            raise UserError(f"no backend can be used: cpu: {missing['cpu']}; plain: {missing['plain']}")
+        why = "torch reference ops run anywhere, slowly" if pinned else "the only one that works here; slow"
+        rejected = "" if pinned else f"cpu: {missing['cpu']}"
+        return "plain", Reason(choice="backend", value="plain", why=why, rejected=rejected, pinned=pinned)
+    sets = ", ".join(hardware.features) or "no vector instruction sets that matter"
+    why = f"the C++ library on {hardware.name} ({sets})"
+    return "cpu", Reason(choice="backend", value="cpu", why=why, rejected="plain: many times slower", pinned=pinned)
+
+
+def choose_quantization(means: Means, *, card: ModelCard, scenario: str, backend: Backend) -> Choice[Quantization]:
+    """Whether unquantised weights are quantised at load."""
+    part = ledger.block_quantised(card)
+    formats = ", ".join(card.weight_formats) or "unknown"
+    wanted = means.quantization
+    if part > 0.5:
+        if wanted not in (None, "none"):
+            raise UserError(
+                f"quantization {wanted} is for unquantised weights; the file of '{card.name}' is quantised already ({formats})"
+            )
+        why = f"the file's own blocks are kept ({formats})"
+        return "none", Reason(choice="quantization", value="none", why=why, pinned=wanted is not None)
+    sizes = {name: ledger.matmul_bytes(card, compute="int8", quantization=name) for name in ("int8", "int4")}
+    sizes["none"] = ledger.matmul_bytes(card, compute="bf16", quantization="none")
+    shown = {name: f"{name} {show_bytes(size)}" for name, size in sizes.items()}
+    if wanted is not None:
+        if wanted == "none" and means.compute == "int8":
+            raise UserError(
+                f"compute int8 needs quantised weights; the file of '{card.name}' has {formats}: use quantization int8"
+            )
+        why = f"weights take {shown[wanted]}"
+        if wanted != "none" and means.compute in ("f32", "bf16"):
+            why = f"weights are rounded to {wanted} and kept as {means.compute}: shows what {wanted} costs in quality, saves no memory"
+        return wanted, Reason(choice="quantization", value=wanted, why=why, pinned=True)
+    if means.compute == "int8":
+        why = "compute int8 is pinned and needs quantised weights; 8 bits lose least"
+        return "int8", Reason(choice="quantization", value="int8", why=why, rejected=f"{shown['int4']}: loses more")
+    if scenario == "memory" and means.compute is None and backend == "cpu":
+        why = f"smallest memory is the goal: weights take {shown['int4']}; answers may lose some quality"
+        return "int4", Reason(
+            choice="quantization", value="int4", why=why, rejected=f"{shown['int8']}, {shown['none']}: larger"
+        )
+    why = "weights stay as published: quality is not traded unless asked for"
+    rejected = (
+        f"{shown['int8']}, {shown['int4']}: smaller than bf16 {show_bytes(sizes['none'])}, but change the answers"
+    )
+    return "none", Reason(choice="quantization", value="none", why=why, rejected=rejected)
+
+
+def choose_compute(
+    means: Means, *, card: ModelCard, hardware: Hardware, backend: Backend, quantization: Quantization
+) -> Choice[Compute]:
+    """How matmuls are computed."""
+    if means.compute is not None:
+        why = {
+            "f32": "nothing is quantised or rounded; weights take 4 bytes each",
+            "bf16": "weights and activations are rounded to 8 significant bits",
+            "int8": "activations are rounded to int8 per 32 values",
+        }[means.compute]
+        return means.compute, Reason(choice="compute", value=means.compute, why=why, pinned=True)
+    if backend == "plain":
+        why = "the reference ops are exact and slow whatever the format"
+        return "f32", Reason(
+            choice="compute", value="f32", why=why, rejected="bf16, int8: no faster in torch's plain ops"
+        )
+    reads = {
+        name: show_bytes(ledger.matmul_bytes(card, compute=name, quantization=quantization))
+        for name in ("int8", "bf16", "f32")
+    }
+    if quantization != "none" or ledger.block_quantised(card) > 0.5:
+        with_what = "AVX512-VNNI" if "avx512_vnni" in hardware.features else "integer dot products"
+        why = f"quantised weights stay packed and meet int8 activations in {with_what}: {reads['int8']} are read for a token"
+        rejected = f"bf16 {reads['bf16']}, f32 {reads['f32']}: exacter, but unpacked and so slower"
+        return "int8", Reason(choice="compute", value="int8", why=why, rejected=rejected)
+    if "avx512_bf16" in hardware.features:
+        why = f"the CPU multiplies bf16 directly: {reads['bf16']} are read for a token"
+        rejected = f"f32: reads {reads['f32']}; int8: needs quantised weights"
+        return "bf16", Reason(choice="compute", value="bf16", why=why, rejected=rejected)
+    why = f"this CPU has no bf16 instructions, and emulating them costs more than it saves; {reads['f32']} are read for a token"
+    rejected = f"bf16: reads {reads['bf16']}, but no avx512_bf16; int8: needs quantised weights"
+    return "f32", Reason(choice="compute", value="f32", why=why, rejected=rejected)
+
+
+def choose_kv_format(means: Means, *, card: ModelCard, backend: Backend, compute: Compute) -> Choice[KVFormat]:
+    """Format of keys and values in pages."""
+    if means.kv_format == "fp8":
+        raise UserError(f"kv_format fp8 is not supported by the {backend} backend; use f16, bf16 or f32")
+    price = {bits: show_bytes(2 * card.layers * card.kv_heads * card.head_dim * bits // 8) for bits in (16, 32)}
+    if means.kv_format is not None:
+        why = f"as asked; {price[32 if means.kv_format == 'f32' else 16]} a token"
+        return means.kv_format, Reason(choice="kv_format", value=means.kv_format, why=why, pinned=True)
+    if compute == "f32" and (means.compute == "f32" or backend == "plain"):
+        why = f"f32 compute asks for exact results, so the cache keeps what was computed: {price[32]} a token"
+        return "f32", Reason(choice="kv_format", value="f32", why=why, rejected=f"f16: {price[16]}, rounds to 11 bits")
+    why = f"{price[16]} a token with 11 significant bits"
+    rejected = f"f32: {price[32]}; bf16: same size, 8 bits; fp8: not on a CPU"
+    return "f16", Reason(choice="kv_format", value="f16", why=why, rejected=rejected)
+
+
+def choose_page_tokens(means: Means, *, backend: Backend) -> Choice[int]:
+    """Tokens per page."""
+    if means.page_tokens is None:
+        why = "16 keys fill a vector; a sequence wastes half a page, 8 tokens, on average"
+        rejected = "larger: coarser sharing of prefixes; smaller: longer tables"
+        return CPU_PAGE_TOKENS, Reason(choice="page_tokens", value=str(CPU_PAGE_TOKENS), why=why, rejected=rejected)
+    size = means.page_tokens
+    if backend == "cpu" and size % CPU_PAGE_TOKENS:
+        nearest = max(CPU_PAGE_TOKENS, round(size / CPU_PAGE_TOKENS) * CPU_PAGE_TOKENS)
+        raise UserError(
+            f"page_tokens is {size}; the cpu backend needs a multiple of {CPU_PAGE_TOKENS}, for example {nearest}"
+        )
+    return size, Reason(choice="page_tokens", value=str(size), why="as asked", pinned=True)
+
+
+def choose_tape(means: Means, *, backend: Backend) -> Choice[bool]:
+    """Whether a step's op calls are recorded and replayed."""
+    if backend != "cpu":
+        if means.tape:
+            raise UserError(f"tape replays calls of the C++ library; the {backend} backend has none: leave tape off")
+        why = f"the {backend} backend calls torch, which cannot be replayed from C++"
+        return False, Reason(choice="tape", value="off", why=why, pinned=means.tape is not None)
+    if means.tape is False:
+        return False, Reason(
+            choice="tape", value="off", why="every op is called from Python: slower, easier to debug", pinned=True
+        )
+    why = "a decode step's calls are replayed in one: the interpreter's cost per op is gone"
+    return True, Reason(
+        choice="tape", value="on", why=why, rejected="off: some hundred Python calls a step", pinned=bool(means.tape)
+    )
+
+
+def choose_threads(means: Means, *, hardware: Hardware) -> Choice[int]:
+    """Threads that compute."""
+    if means.threads is not None:
+        why = (
+            "as asked"
+            if means.threads <= hardware.cores
+            else f"as asked, though only {hardware.cores} cores may be used: they will take turns"
+        )
+        return means.threads, Reason(choice="threads", value=str(means.threads), why=why, pinned=True)
+    why = "one for each core that this process may use"
+    return hardware.cores, Reason(
+        choice="threads", value=str(hardware.cores), why=why, rejected="more: they would take turns"
+    )
+
+
+def choose_deterministic(means: Means) -> Choice[bool]:
+    """Whether results must not depend on neighbours."""
+    if means.deterministic is False:
+        return False, Reason(
+            choice="deterministic",
+            value="off",
+            why="as asked; the ops of this backend are deterministic all the same",
+            pinned=True,
+        )
+    why = "sums are added in a fixed order whatever else is in the step, and that costs nothing here"
+    return True, Reason(choice="deterministic", value="on", why=why, pinned=bool(means.deterministic))
+
+
+# ------------------------------------------------------------------------------------------------------------- schedule
+
+
+def choose_overlap(means: Means, *, hardware: Hardware) -> Choice[int]:
+    """Steps in flight: 2 decides the next step while one runs."""
+    pinned = means.overlap is not None
+    if means.overlap if means.overlap is not None else hardware.cores > 1:
+        why = "step N + 1 is decided while step N runs"
+        return 2, Reason(
+            choice="overlap", value="on", why=why, rejected="off: compute waits for the scheduler", pinned=pinned
+        )
+    why = (
+        "as asked: each step is decided after the one before is known"
+        if pinned
+        else "one core: deciding and computing would take turns anyway"
+    )
+    return 1, Reason(
+        choice="overlap", value="off", why=why, rejected="" if pinned else "on: no second core", pinned=pinned
+    )
+
+
+def choose_policy(means: Means) -> Choice[Policy]:
+    """Order of the queue."""
+    if means.policy == "priority":
+        return "priority", Reason(
+            choice="policy", value="priority", why="as asked; waiting raises a request's priority", pinned=True
+        )
+    why = "first come, first served; fair as long as nobody states priorities"
+    return "arrival", Reason(
+        choice="policy",
+        value="arrival",
+        why=why,
+        rejected="priority: no priorities stated",
+        pinned=means.policy is not None,
+    )
+
+
+def choose_prefix_cache(means: Means) -> Choice[bool]:
+    """Whether finished prefixes stay findable."""
+    if means.prefix_cache is False:
+        return False, Reason(
+            choice="prefix_cache", value="off", why="as asked: every prompt is computed anew", pinned=True
+        )
+    why = "pages of earlier prompts are found again; they give way when pages run out, so keeping them costs nothing"
+    return True, Reason(choice="prefix_cache", value="on", why=why, pinned=bool(means.prefix_cache))
+
+
+def step_seconds(card: ModelCard, hardware: Hardware, *, tokens: int) -> float:
+    """Rough time of a step by the measured matmul speed: two operations for each weight and token."""
+    return 2.0 * ledger.matmul_parameters(card) * tokens / hardware.matmul_flops_per_s
+
+
+def choose_step(
+    means: Means, *, habits: Habits, card: ModelCard, hardware: Hardware, tpot_ms: float | None
+) -> Choice[int]:
+    """Token budget of a step."""
+    tokens, why, rejected = (
+        habits.max_tokens_per_step,
+        habits.why_step,
+        "more: decoding answers stall longer; fewer: weights are read more often",
+    )
+    if means.max_tokens_per_step is not None:
+        tokens, why, rejected = means.max_tokens_per_step, "as asked", ""
+    elif tpot_ms is not None:
+        fitting = int(tpot_ms / 1000 / step_seconds(card, hardware, tokens=1)) // 16 * 16
+        if fitting < tokens:
+            tokens, rejected = (
+                max(16, fitting),
+                f"{tokens}: a full step would take longer than the wanted {tpot_ms:g} ms between tokens",
+            )
+            why = (
+                "a prompt's chunk should not hold up a running answer"
+                if fitting >= 16
+                else "the fewest that make a worthwhile matmul"
+            )
+    if means.max_tokens_per_step is None and means.max_running is not None and means.max_running > tokens:
+        tokens, why, rejected = (
+            means.max_running,
+            f"each of the {means.max_running} running sequences takes a token of every step",
+            "",
+        )
+    took = 1000 * step_seconds(card, hardware, tokens=tokens)
+    why += f"; about {took:.1f} ms when full, by the measured float32 speed"
+    return tokens, Reason(
+        choice="max_tokens_per_step",
+        value=str(tokens),
+        why=why,
+        rejected=rejected,
+        pinned=means.max_tokens_per_step is not None,
+    )
+
+
+def choose_running(means: Means, *, habits: Habits, step: int) -> Choice[int]:
+    """Slots."""
+    if means.max_running is not None:
+        if means.max_tokens_per_step is not None and means.max_running > step:
+            raise UserError(
+                f"max_running is {means.max_running}, over max_tokens_per_step {step}: each running sequence takes a token of every step; "
+                f"use at most {step} or raise max_tokens_per_step to {means.max_running}"
+            )
+        return means.max_running, Reason(
+            choice="max_running", value=str(means.max_running), why="as asked", pinned=True
+        )
+    rows = min(habits.max_running, step)
+    why = (
+        habits.why_running
+        if rows == habits.max_running
+        else f"each running sequence takes a token of every step of {step}"
+    )
+    return rows, Reason(choice="max_running", value=str(rows), why=why)
+
+
+# --------------------------------------------------------------------------------------------------------------- limits
+
+
+def choose_limit(goals: Goals, *, hardware: Hardware) -> Choice[int]:
+    """Bytes that everything together may take."""
+    free, total = hardware.memory_free_bytes, hardware.memory_bytes
+    if goals.memory_limit_bytes is not None:
+        limit = goals.memory_limit_bytes
+        if limit > total:
+            raise LimitError(
+                f"the memory limit is {show_bytes(limit)}, but this machine has {show_bytes(total)} ({show_bytes(free)} free): use at most "
+                f"--memory-limit {total // MiB}MiB"
+            )
+        note = f"; only {show_bytes(free)} are free now, so the system may have to make room" if limit > free else ""
+        return limit, Reason(choice="memory_limit", value=show_bytes(limit), why=f"as asked{note}", pinned=True)
+    limit = int(free * 0.9)
+    why = f"nine tenths of the {show_bytes(free)} that are free now"
+    return limit, Reason(
+        choice="memory_limit", value=show_bytes(limit), why=why, rejected="all of it: other programs need some"
+    )
+
+
+def choose_wanted_context(goals: Goals, *, card: ModelCard) -> int:
+    """The context to aim at: the user's, or the model's limit. Raises LimitError when the user's is over the model's."""
+    if goals.max_context is None:
+        return card.max_positions
+    if goals.max_context > card.max_positions:
+        raise LimitError(
+            f"max_context is {goals.max_context} tokens, but '{card.name}' was made for {card.max_positions}, "
+            f"{goals.max_context - card.max_positions} fewer: use --max-context {card.max_positions} or a model with a longer context"
+        )
+    return goals.max_context

@@ -1,0 +1,291 @@
+"""Who gets in: the queue, and the checks before a sequence is given a slot and pages.
+
+Knows: queue order, what a prompt needs, which prefixes are there or being computed. Refuses to know: what a step brings, and who listens.
+
+A sequence is admitted when its whole prompt and one decode page fit beside what the running ones hold and were promised. One that does
+not fit may be passed by smaller ones while it is young; once older than the age limit, nothing passes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tradewind.cache.lease import PageLease, common_chunks
+from tradewind.cache.pages import NULL_PAGE
+from tradewind.config.plan import SchedulePlan
+from tradewind.contract.events import Delayed, Scheduled
+from tradewind.engine.budget import room_for_more
+from tradewind.engine.columns import Report
+from tradewind.engine.queue import Policy, WaitingQueue
+from tradewind.engine.running import Running
+from tradewind.engine.sequence import Sequence, State
+
+SCAN_PAST_HEAD = 32
+"""How many waiting sequences are tried behind one that does not fit."""
+WHOLE_PROMPT = 1 << 30
+"""`held_pages` of a sibling: it waits until the prompt is computed to its end."""
+
+
+class Admission:
+    """The waiting side of the scheduler, written by it only.
+
+    `live` are all sequences by id; `preempt(victim, now, for_whom)` takes slot and pages from a running one; `out` takes reports.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: SchedulePlan,
+        policy: Policy,
+        running: Running,
+        live: dict[str, Sequence],
+        burst_tokens: int,
+        preempt: Callable[[Sequence, float, str], None],
+        out: list[Report],
+    ) -> None:
+        self.queue = WaitingQueue(policy)
+        self.recomputed_tokens = 0
+        self._schedule = schedule
+        self._policy = policy
+        self._running = running
+        self._cache = running.cache
+        self._live = live
+        self._burst_tokens = burst_tokens
+        self._preempt = preempt
+        self._out = out
+        self._told: dict[str, str] = {}
+        """Why a request's delay was last told."""
+
+    # -- in and out of the queue -------------------------------------------------------------------------------------
+
+    def push(self, sequence: Sequence) -> None:
+        """Queues a waiting sequence; a sample whose first sample is at its prompt is blocked on that one."""
+        parent = self._parent(sequence)
+        if parent is not None and not self._prompt_done(parent):
+            sequence.block(parent, pages=WHOLE_PROMPT)
+            return
+        self.queue.push(sequence)
+        self._running.changed = True
+
+    def wake(self, owner: Sequence, *, published: int) -> None:
+        """Lets those go on that wait for the owner's pages, as far as it has published them."""
+        for waiter in list(owner.waiters):
+            if published >= waiter.held_pages:
+                waiter.wake()
+                self.queue.push(waiter)
+                self._running.changed = True
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence ends: takes it out of the queue if it is there."""
+        self._told.pop(sequence.id, None)
+        if sequence.state is State.WAITING:
+            self.queue.remove(sequence)
+            self._running.changed = True
+
+    # -- admitting ---------------------------------------------------------------------------------------------------
+
+    def admit(self, now: float, budget: int, *, step: int) -> None:
+        """Gives slots and pages to waiting sequences in queue order, as far as `budget` tokens leave room for their prompts."""
+        running = self._running
+        if not running.changed or not len(self.queue):
+            return
+        running.changed = False
+        slots_spoken_for = 0
+        for sequence in self.queue.first(len(running.free_slots) + SCAN_PAST_HEAD):
+            if room_for_more(running.spans(), budget) <= 0:
+                running.changed = True
+                return
+            if not running.free_slots:
+                if slots_spoken_for >= len(running.draining) and not self._evict_for_slot(sequence, now):
+                    self._delay(sequence, now, "slot", "all slots are in use")
+                    return
+                if not running.free_slots:
+                    slots_spoken_for += 1
+                    continue
+            if self._hold(sequence, now):
+                continue
+            lack = self._try_admit(sequence, now, step)
+            if lack is None:
+                continue
+            # It does not fit. Smaller ones may pass it while it is young, but not into pages that are on their way to it.
+            if self._pages_coming_for(sequence, lack, now) or now - sequence.arrived_s > self._schedule.age_limit_s:
+                return
+
+    def _hold(self, sequence: Sequence, now: float) -> bool:
+        """Blocks a sequence whose prefix another one is computing right now, beyond what the tree has already.
+
+        So of many that arrive together with a common prefix one computes it, and the others start a step later with it cached:
+
+              owner     [ c0 | c1 | c2 | own ....]       being computed, not yet in the tree
+              waiter    [ c0 | c1 | c2 | other .. ]      BLOCKED until three pages are published, or the owner leaves
+        """
+        limit = self._reusable_chunks(sequence)
+        if not self._cache.prefix_cache or not limit or not self._running.filling:
+            return False
+        keys = sequence.chunks(self._cache.page_tokens)[:limit]
+        found = -1
+        for owner in self._running.filling:
+            theirs = owner.chunks(self._cache.page_tokens)
+            if owner.namespace != sequence.namespace or theirs[:1] != keys[:1]:
+                continue
+            if found < 0:
+                found = self._cache.match(sequence.namespace, keys, limit=limit)
+            same = common_chunks(keys, theirs, limit=limit)
+            if same > found:
+                self.queue.remove(sequence)
+                sequence.block(owner, pages=same)
+                self._delay(sequence, now, "prefix", "another request is computing the same prefix", blocked_by=owner.id)
+                return True
+        return False
+
+    def _try_admit(self, sequence: Sequence, now: float, step: int) -> list[int] | None:
+        """Admits a sequence if its whole prompt fits: None. Otherwise nothing changed: by group, the pages that lack."""
+        running = self._running
+        limit = self._reusable_chunks(sequence)
+        lease = self._cache.open(sequence.namespace, sequence.chunks(self._cache.page_tokens), limit=limit)
+        parent = self._sharing_parent(sequence)
+        if parent is not None and not self._cache.prefix_cache and limit:
+            assert parent.lease is not None
+            lease.fork(parent.lease, chunks=limit)
+        start = lease.shared * self._cache.page_tokens
+        peak, spare = self._need(sequence)
+        lack = lease.promise(peak, spare=spare)
+        if any(lack):
+            need = ", ".join(str(p + s) for p, s in zip(peak, spare, strict=True))
+            lease.release()
+            have = ", ".join(str(self._cache.available(group)) for group in range(len(peak)))
+            self._delay(sequence, now, "pages", f"needs {need} pages, {have} are free")
+            return lack
+        if parent is not None and self._copy_last_page(parent, sequence, lease, limit):
+            start = sequence.known - 1
+        self.queue.remove(sequence)
+        running.enter(sequence, lease, start=start)
+        resumed = sequence.preemptions > 0
+        if resumed:
+            self.recomputed_tokens += sequence.known - start
+        self._told.pop(sequence.id, None)
+        self._out.append(
+            Scheduled(
+                request_id=sequence.id,
+                at_s=now,
+                step=step,
+                cached_tokens=start,
+                waited_s=now - sequence.arrived_s,
+                resumed=resumed,
+            )
+        )
+        return None
+
+    def _reusable_chunks(self, sequence: Sequence) -> int:
+        """How many leading pages a sequence may reuse at most: its last token is always computed, for its logits are needed."""
+        return 0 if wants_prompt_logprobs(sequence) else (sequence.known - 1) // self._cache.page_tokens
+
+    def _need(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+        """By group: pages to promise at admission, and pages that must be there besides.
+
+        All known tokens and one decode page; all it can ever have, once it was preempted so often that it must not be again.
+        """
+        most = self._cache.peak_pages(sequence.capacity - 1, burst_tokens=self._burst_tokens)
+        if sequence.preemptions >= self._schedule.max_preemptions:
+            return most, [0] * len(most)
+        peak = self._cache.peak_pages(sequence.known, burst_tokens=self._burst_tokens)
+        return peak, [min(1, top - now) for top, now in zip(most, peak, strict=True)]
+
+    def _delay(self, sequence: Sequence, now: float, kind: str, reason: str, *, blocked_by: str = "") -> None:
+        if self._told.get(sequence.id) != kind:
+            self._told[sequence.id] = kind
+            self._out.append(Delayed(request_id=sequence.id, at_s=now, reason=reason, blocked_by=blocked_by))
+
+    # -- making room -------------------------------------------------------------------------------------------------
+
+    def evictable(self) -> list[Sequence]:
+        """Running sequences that may be preempted; changes nothing."""
+        limit = self._schedule.max_preemptions
+        return [
+            s
+            for s in self._running.rows.sequences
+            if s is not None and s.state is State.RUNNING and s.preemptions < limit and s not in self._running.entered
+        ]
+
+    def _less_urgent(self, sequence: Sequence) -> list[Sequence]:
+        """Running ones that may be evicted to let this one in: of lower priority, also when ageing is counted."""
+        priority = sequence.request.priority
+        return [s for s in self.evictable() if s.request.priority > priority and s.order > sequence.order]
+
+    def _evict_for_slot(self, sequence: Sequence, now: float) -> bool:
+        """Under a policy that preempts, takes the slot of the least urgent one; False when there is nobody to give way."""
+        victim = self._policy.victim(self._less_urgent(sequence)) if self._policy.preempts else None
+        if victim is None:
+            return False
+        self._preempt(victim, now, sequence.id)
+        return True
+
+    def _pages_coming_for(self, sequence: Sequence, lack: list[int], now: float) -> bool:
+        """Whether the pages that lack are on their way; under a policy that preempts, sees to it."""
+        coming = self._running.incoming()
+        if all(need <= more for need, more in zip(lack, coming, strict=True)):
+            return True
+        if not self._policy.preempts:
+            return False
+        victims: list[Sequence] = []
+        candidates = self._less_urgent(sequence)
+        while any(need > more for need, more in zip(lack, coming, strict=True)):
+            victim = self._policy.victim(candidates)
+            if victim is None:
+                return False
+            candidates.remove(victim)
+            victims.append(victim)
+            assert victim.lease is not None
+            coming = [more + pages for more, pages in zip(coming, victim.lease.reclaimable(), strict=True)]
+        for victim in victims:
+            self._preempt(victim, now, sequence.id)
+        return True
+
+    # -- samples of one prompt ---------------------------------------------------------------------------------------
+
+    def _parent(self, sequence: Sequence) -> Sequence | None:
+        """The first sample of the same prompt, while it lives and shares what makes KV equal."""
+        request = sequence.request
+        parent = self._live.get(request.parent) if request.parent else None
+        if parent is None or parent is sequence or request.sampling.prompt_logprobs is not None:
+            return None
+        theirs = parent.request
+        same = theirs.tokens == request.tokens and theirs.image_keys == request.image_keys
+        return parent if same and parent.namespace == sequence.namespace else None
+
+    def _prompt_done(self, parent: Sequence) -> bool:
+        if parent.generated > 0:
+            return True
+        if parent.state is not State.RUNNING:
+            return parent.state is State.DRAINING
+        return bool(self._running.rows.computed[parent.slot] >= parent.prompt_tokens)
+
+    def _sharing_parent(self, sequence: Sequence) -> Sequence | None:
+        """The first sample, if a sample that starts now can use its pages."""
+        parent = self._parent(sequence)
+        if parent is None or parent.state is not State.RUNNING or sequence.generated:
+            return None
+        return parent if self._running.rows.computed[parent.slot] >= sequence.prompt_tokens else None
+
+    def _copy_last_page(self, parent: Sequence, sequence: Sequence, lease: PageLease, index: int) -> bool:
+        """Copies the parent's page that holds the end of the prompt, if the sample has all pages before it.
+
+              parent's pages     [ full ][ full ][ part ....]      prompt ends within the third
+              sample 2           [ full ][ full ][ copy ....]      two by reference, the third copied before its first row
+
+        The sample then computes only the last prompt token. Where that is the first of its page there is nothing to copy.
+        """
+        assert parent.lease is not None
+        if lease.shared != index or (sequence.known - 1) % self._cache.page_tokens == 0:
+            return False
+        sources = [own[index] for own in parent.lease.pages]
+        if NULL_PAGE in sources or not lease.extend(sequence.known):
+            return False
+        for group, source in enumerate(sources):
+            self._running.copy(group, source, lease.pages[group][index])
+        return True
+
+
+def wants_prompt_logprobs(sequence: Sequence) -> bool:
+    """Whether the prompt's logprobs are still owed: then every prompt token is computed, whatever the cache has."""
+    return sequence.request.sampling.prompt_logprobs is not None and sequence.generated == 0

@@ -1,0 +1,590 @@
+"""The batched sampler and the log-probabilities: no sort, no host sync, no random state.
+
+Knows: the order of steps that kernels/reference.py draws (mask, bias, penalties, temperature, top-k, top-p, min-p, draw). Refuses to know:
+requests, grammars. A row's result depends on its logits, its values, its seed and its position, never on batch mates or on the order in which
+programs finish: what is summed across programs are integers.
+
+    scatter     only rows with penalties or biases: counts of history tokens into a scratch row, biases onto logits
+    steer       [block, row]  mask and penalties; block maximum. The last block of a row to arrive: row maximum; greedy rows are done
+    threshold   [row]         only rows with top-k or top-p: the smallest kept value and how many of its equals are kept
+    draw        [block, row]  kept mass of each block; the last block of a row to arrive: uniform -> block -> token
+
+A mass is round(2^40 exp((logit - max) / temperature)), an int64; the cumulated masses of a row stay below 2^58. Values are compared through
+`ordered`, the bits of a float32 as an integer of the same order.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
+
+BLOCK = 1024
+CANDIDATES = 4096
+PROMPT = 1 << 30
+"""In the scratch counts: this token occurs in the prompt. Lower bits count generated ones."""
+
+
+@triton.jit
+def ordered(x):
+    """float32 -> int32 of the same order; -0 equals 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _scatter_kernel(
+    logits_ptr, counts_ptr, history_ptr, history_row_ptr, history_prompt_ptr, history_length_ptr,
+    bias_start_ptr, bias_token_ptr, bias_value_ptr, history_stride, V,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, PROMPT: tl.constexpr, HISTORY: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    if HISTORY:
+        length = tl.load(history_length_ptr + row)
+        prompt = tl.load(history_prompt_ptr + row)
+        history = history_ptr + tl.load(history_row_ptr + row).to(tl.int64) * history_stride
+        counts = counts_ptr + row.to(tl.int64) * V
+        for start in range(tl.program_id(0) * BLOCK, length, SPLITS * BLOCK):
+            at = start + i
+            token = tl.load(history + at, mask=at < length, other=0)
+            tl.atomic_or(counts + token, PROMPT, mask=at < tl.minimum(prompt, length), sem="relaxed")
+            tl.atomic_add(counts + token, 1, mask=(at >= prompt) & (at < length), sem="relaxed")
+    if BIAS:
+        logits = logits_ptr + row.to(tl.int64) * V
+        begin = tl.load(bias_start_ptr + row)
+        end = tl.load(bias_start_ptr + row + 1)
+        for start in range(begin + tl.program_id(0) * BLOCK, end, SPLITS * BLOCK):
+            live = start + i < end
+            token = tl.load(bias_token_ptr + start + i, mask=live, other=0)
+            value = tl.load(bias_value_ptr + start + i, mask=live, other=0.0)
+            tl.store(logits + token, tl.load(logits + token, mask=live, other=0.0) + value, mask=live)
+
+
+@triton.jit
+def _steer_kernel(
+    logits_ptr, mask_ptr, counts_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, history_length_ptr,
+    best_ptr, best_id_ptr, row_max_ptr, arrived_ptr, out_ptr, count_ptr, V, mask_stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P2: tl.constexpr, PROMPT: tl.constexpr, ALL_GREEDY: tl.constexpr,
+    MASK: tl.constexpr, HISTORY: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < V
+    at = logits_ptr + row.to(tl.int64) * V + token
+    x = tl.load(at, mask=inside, other=float("-inf"))
+    if MASK:
+        word = tl.load(mask_ptr + row.to(tl.int64) * mask_stride + token // 32, mask=inside, other=0)
+        x = tl.where(((word >> (token % 32)) & 1) != 0, x, float("-inf"))
+    if HISTORY:
+        if tl.load(history_length_ptr + row) > 0:
+            place = counts_ptr + row.to(tl.int64) * V + token
+            count = tl.load(place, mask=inside, other=0)
+            tl.store(place, tl.zeros([BLOCK], tl.int32), mask=inside & (count != 0))
+            repetition = tl.load(repetition_ptr + row)
+            x = tl.where(count != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+            generated = count & (PROMPT - 1)
+            flat = tl.where(generated > 0, tl.load(presence_ptr + row), 0.0)
+            x = x - flat - tl.load(frequency_ptr + row) * generated.to(tl.float32)
+    if MASK or HISTORY:
+        tl.store(at, x, mask=inside)
+    # A NaN makes the row's maximum infinite, which refuses the row.
+    broken = tl.max(((x != x) & inside).to(tl.int32), 0)
+    best = tl.max(tl.where(x != x, float("-inf"), x), 0)
+    best_id = tl.min(tl.where((x == best) & inside, token, 0x7FFFFFFF), 0)
+    best = tl.where(broken != 0, float("inf"), best)
+    tl.store(best_ptr + row * BLOCKS + block, best)
+    tl.store(best_id_ptr + row * BLOCKS + block, best_id)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+    if before != BLOCKS - 1:
+        return
+    tl.store(arrived_ptr + row, 0)
+    b = tl.arange(0, BLOCKS_P2)
+    bests = tl.load(best_ptr + row * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"), cache_modifier=".cg")
+    ids = tl.load(best_id_ptr + row * BLOCKS + b, mask=b < BLOCKS, other=0x7FFFFFFF, cache_modifier=".cg")
+    best = tl.max(bests, 0)
+    finite = (best > float("-inf")) & (best < float("inf"))
+    choice = tl.where(finite, tl.min(tl.where(bests == best, ids, 0x7FFFFFFF), 0), -1)
+    tl.store(row_max_ptr + row, best)
+    if ALL_GREEDY:
+        tl.store(out_ptr + row, choice)
+    else:
+        greedy = (tl.load(temperature_ptr + row) == 0) | (finite == 0)
+        tl.store(out_ptr + row, choice, mask=greedy)
+
+
+@triton.jit
+def _rough_mass(x, best, inverse_temperature):
+    """Mass as float32 exp gives it: for thresholds, where a relative 1e-7 decides nothing."""
+    return (tl.exp((x - best) * inverse_temperature) * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, cut_ptr, ties_ptr, candidates_ptr, count_ptr, V,
+    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    temperature = tl.load(temperature_ptr + row)
+    k = tl.load(top_k_ptr + row)
+    p = tl.load(top_p_ptr + row)
+    best = tl.load(row_max_ptr + row)
+    by_k = (k > 0) & (k < V)
+    by_p = p < 1.0
+    tl.store(cut_ptr + row, -2147483648)
+    tl.store(ties_ptr + row, 0x7FFFFFFF)
+    if (temperature == 0) | ((by_k | by_p) == 0) | (best == float("inf")) | (best == float("-inf")):
+        return
+    inverse = 1.0 / temperature
+    logits = logits_ptr + row.to(tl.int64) * V
+    i = tl.arange(0, CHUNK)
+
+    # One pass: how many values, and how much mass, lie within 1, 2, 4 ... of the maximum (in units of temperature).
+    step1 = best - 2.0 * temperature
+    step2 = best - 6.0 * temperature
+    step3 = best - 10.0 * temperature
+    n1 = tl.zeros([CHUNK], tl.int32)
+    n2 = tl.zeros([CHUNK], tl.int32)
+    n3 = tl.zeros([CHUNK], tl.int32)
+    m1 = tl.zeros([CHUNK], tl.int64)
+    m2 = tl.zeros([CHUNK], tl.int64)
+    m3 = tl.zeros([CHUNK], tl.int64)
+    m_all = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, V, CHUNK):
+        x = tl.load(logits + start + i, mask=start + i < V, other=float("-inf"))
+        mass = _rough_mass(x, best, inverse)
+        n1 += (x >= step1).to(tl.int32)
+        n2 += (x >= step2).to(tl.int32)
+        n3 += (x >= step3).to(tl.int32)
+        m_all += mass
+        m1 += tl.where(x >= step1, mass, 0)
+        m2 += tl.where(x >= step2, mass, 0)
+        m3 += tl.where(x >= step3, mass, 0)
+    total = tl.sum(m_all, 0)
+    wanted = (p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+    c1 = tl.sum(n1, 0)
+    c2 = tl.sum(n2, 0)
+    c3 = tl.sum(n3, 0)
+    # The highest step that surely holds the cut: enough values for top-k and (kept mass <= total) enough mass for top-p.
+    good1 = ((by_k == 0) | (c1 >= k)) & ((by_p == 0) | (tl.sum(m1, 0) >= wanted) | by_k & (c1 >= k))
+    good2 = ((by_k == 0) | (c2 >= k)) & ((by_p == 0) | (tl.sum(m2, 0) >= wanted) | by_k & (c2 >= k))
+    good3 = ((by_k == 0) | (c3 >= k)) & ((by_p == 0) | (tl.sum(m3, 0) >= wanted) | by_k & (c3 >= k))
+    floor = tl.where(good1, step1, tl.where(good2, step2, step3))
+    held = tl.where(good1, c1, tl.where(good2, c2, c3))
+    source = logits
+    n = V
+    if (good1 | good2 | good3) & (held <= CANDIDATES):
+        source = candidates_ptr + row.to(tl.int64) * CANDIDATES
+        filled = 0
+        for start in range(0, V, CHUNK):
+            x = tl.load(logits + start + i, mask=start + i < V, other=float("-inf"))
+            take = x >= floor
+            flag = take.to(tl.int32)
+            found = tl.sum(flag, 0)
+            if found > 0:
+                tl.store(source + filled + tl.cumsum(flag, 0) - flag, x, mask=take)
+            filled += found
+        n = held
+        tl.debug_barrier()
+
+    # Top-k: the largest cut with at least k values at or above it.
+    cut_k = tl.full([], -2147483648, tl.int64)
+    ties_k = 0x7FFFFFFF
+    ceiling = ordered(best).to(tl.int64) + 1
+    if by_k:
+        low = tl.full([], -2147483648, tl.int64)
+        high = ceiling
+        while high - low > 1:
+            q1 = low + (high - low) // 4
+            q2 = low + (high - low) // 2
+            q3 = low + (high - low) * 3 // 4
+            a1 = tl.zeros([CHUNK], tl.int32)
+            a2 = tl.zeros([CHUNK], tl.int32)
+            a3 = tl.zeros([CHUNK], tl.int32)
+            for start in range(0, n, CHUNK):
+                x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
+                key = tl.where(start + i < n, ordered(x), -2147483648).to(tl.int64)
+                a1 += (key >= q1).to(tl.int32)
+                a2 += (key >= q2).to(tl.int32)
+                a3 += (key >= q3).to(tl.int32)
+            b1 = tl.sum(a1, 0) >= k
+            b2 = tl.sum(a2, 0) >= k
+            b3 = tl.sum(a3, 0) >= k
+            # q1 <= q2 <= q3, so b1 >= b2 >= b3.
+            new_low = tl.where(b3, q3, tl.where(b2, q2, tl.where(b1, q1, low)))
+            new_high = tl.where(b3, high, tl.where(b2, q3, tl.where(b1, q2, q1)))
+            # Where the quarters fall together, the halves still shrink the range.
+            low = new_low
+            high = tl.maximum(new_high, new_low + 1)
+        cut_k = low
+        above = tl.zeros([CHUNK], tl.int32)
+        for start in range(0, n, CHUNK):
+            x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
+            above += ((ordered(x).to(tl.int64) > cut_k) & (start + i < n)).to(tl.int32)
+        ties_k = k - tl.sum(above, 0)
+
+    cut = cut_k
+    ties = ties_k
+    if by_p:
+        # Mass that top-k keeps, then the largest cut that still holds p of it.
+        strict = tl.zeros([CHUNK], tl.int64)
+        equal = tl.zeros([CHUNK], tl.int64)
+        for start in range(0, n, CHUNK):
+            x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
+            key = ordered(x).to(tl.int64)
+            mass = _rough_mass(x, best, inverse)
+            strict += tl.where((key > cut_k) & (start + i < n), mass, 0)
+            equal = tl.maximum(equal, tl.where((key == cut_k) & (start + i < n), mass, 0))
+        if by_k:
+            total = tl.sum(strict, 0) + ties_k * tl.max(equal, 0)
+        wanted = tl.maximum((p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+        low = cut_k
+        high = ceiling
+        while high - low > 1:
+            q1 = low + (high - low) // 4
+            q2 = low + (high - low) // 2
+            q3 = low + (high - low) * 3 // 4
+            s1 = tl.zeros([CHUNK], tl.int64)
+            s2 = tl.zeros([CHUNK], tl.int64)
+            s3 = tl.zeros([CHUNK], tl.int64)
+            for start in range(0, n, CHUNK):
+                x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
+                key = tl.where(start + i < n, ordered(x), -2147483648).to(tl.int64)
+                mass = _rough_mass(x, best, inverse)
+                s1 += tl.where(key >= q1, mass, 0)
+                s2 += tl.where(key >= q2, mass, 0)
+                s3 += tl.where(key >= q3, mass, 0)
+            b1 = tl.sum(s1, 0) >= wanted
+            b2 = tl.sum(s2, 0) >= wanted
+            b3 = tl.sum(s3, 0) >= wanted
+            new_low = tl.where(b3, q3, tl.where(b2, q2, tl.where(b1, q1, low)))
+            new_high = tl.where(b3, high, tl.where(b2, q3, tl.where(b1, q2, q1)))
+            low = new_low
+            high = tl.maximum(new_high, new_low + 1)
+        strict = tl.zeros([CHUNK], tl.int64)
+        equal = tl.zeros([CHUNK], tl.int64)
+        for start in range(0, n, CHUNK):
+            x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
+            key = ordered(x).to(tl.int64)
+            mass = _rough_mass(x, best, inverse)
+            strict += tl.where((key > low) & (start + i < n), mass, 0)
+            equal = tl.maximum(equal, tl.where((key == low) & (start + i < n), mass, 0))
+        each = tl.maximum(tl.max(equal, 0), 1)
+        needed = (wanted - tl.sum(strict, 0) + each - 1) // each
+        needed = tl.minimum(tl.maximum(needed, 1), 0x7FFFFFFF).to(tl.int32)
+        # The same cut as top-k's: the fewer of its equals count.
+        ties = tl.where(low == cut_k, tl.minimum(needed, ties_k), needed)
+        cut = low
+    tl.store(cut_ptr + row, cut.to(tl.int32))
+    tl.store(ties_ptr + row, ties)
+
+
+@triton.jit
+def _mass(x, best, temperature):
+    """round(2^40 exp((x - best) / temperature)) by float64."""
+    return (tl.exp((x - best) / temperature) * 1099511627776.0 + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr, temperature_ptr, min_p_ptr, seed_ptr, position_ptr, row_max_ptr, cut_ptr, ties_ptr, mass_ptr, tied_ptr, arrived_ptr,
+    out_ptr, count_ptr, V,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P2: tl.constexpr, CUT: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    temperature = tl.load(temperature_ptr + row).to(tl.float64)
+    best32 = tl.load(row_max_ptr + row)
+    if (temperature == 0) | (best32 == float("inf")) | (best32 == float("-inf")):
+        return
+    best = best32.to(tl.float64)
+    least = (tl.load(min_p_ptr + row).to(tl.float64) * 1099511627776.0).to(tl.int64)
+    cut = -2147483648
+    ties = 0x7FFFFFFF
+    if CUT:
+        cut = tl.load(cut_ptr + row)
+        ties = tl.load(ties_ptr + row)
+    logits = logits_ptr + row.to(tl.int64) * V
+    i = tl.arange(0, BLOCK)
+    x = tl.load(logits + block * BLOCK + i, mask=block * BLOCK + i < V, other=float("-inf"))
+    key = ordered(x)
+    mass = _mass(x.to(tl.float64), best, temperature)
+    mass = tl.where(mass >= least, mass, 0)
+    tl.store(mass_ptr + row * BLOCKS + block, tl.sum(tl.where(key > cut, mass, 0), 0))
+    tl.store(tied_ptr + row * BLOCKS + block, tl.sum(((key == cut) & (block * BLOCK + i < V)).to(tl.int32), 0))
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+    if before != BLOCKS - 1:
+        return
+    tl.store(arrived_ptr + row, 0)
+
+    b = tl.arange(0, BLOCKS_P2)
+    masses = tl.load(mass_ptr + row * BLOCKS + b, mask=b < BLOCKS, other=0, cache_modifier=".cg")
+    tied = tl.load(tied_ptr + row * BLOCKS + b, mask=b < BLOCKS, other=0, cache_modifier=".cg")
+    bits = (tl.full([1], 0, tl.int32) + cut).to(tl.int32)
+    cut_value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    cut_value = tl.where(bits == -2147483648, float("-inf"), cut_value)  # no cut: those bits are a NaN's
+    each = tl.max(_mass(cut_value.to(tl.float64), best, temperature), 0)
+    each = tl.where(each >= least, each, 0)
+    tied_before = tl.cumsum(tied, 0) - tied
+    masses += tl.maximum(tl.minimum(ties - tied_before, tied), 0).to(tl.int64) * each
+    cumulated = tl.cumsum(masses, 0)
+    total = tl.sum(masses, 0)
+
+    position = tl.load(position_ptr + row)
+    c0 = (position & 0xFFFFFFFF).to(tl.uint32)
+    c1 = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = c0 * 0
+    high, low, _, _ = tl.philox(tl.load(seed_ptr + row), c0, c1, zero, zero)
+    u = (high.to(tl.float64) * 4294967296.0 + low.to(tl.float64) + 0.5) / 18446744073709551616.0
+    target = (u * total.to(tl.float64)).to(tl.int64)
+    target = tl.minimum(target, total - 1)  # a u that rounds to 1: the last kept token
+
+    chosen = tl.min(tl.where((cumulated > target) & (b < BLOCKS), b, BLOCKS - 1), 0)
+    start = tl.sum(tl.where(b == chosen, cumulated - masses, 0), 0)
+    ties_left = ties - tl.sum(tl.where(b == chosen, tied_before, 0), 0)
+    token = chosen * BLOCK + i
+    x = tl.load(logits + token, mask=token < V, other=float("-inf"))
+    key = ordered(x)
+    mass = _mass(x.to(tl.float64), best, temperature)
+    mass = tl.where(mass >= least, mass, 0)
+    equal = ((key == cut) & (token < V)).to(tl.int32)
+    kept = (key > cut) | ((equal != 0) & (tl.cumsum(equal, 0) - equal < ties_left))
+    mass = tl.where(kept, mass, 0)
+    reached = start + tl.cumsum(mass, 0)
+    tl.store(out_ptr + row, tl.min(tl.where((reached > target) & (mass > 0), token, 0x7FFFFFFF), 0))
+
+
+@dataclass(frozen=True)
+class SampleWorkspace:
+    """Buffers of the sampler for at most L rows; `arrived` and `counts` are zero between calls. counts only if penalties are used."""
+
+    best: Tensor
+    best_id: Tensor
+    row_max: Tensor
+    cut: Tensor
+    ties: Tensor
+    mass: Tensor
+    arrived: Tensor
+    candidates: Tensor
+    counts: Tensor | None
+
+    @staticmethod
+    def allocate(rows: int, vocabulary: int, *, device: torch.device | str, penalties: bool) -> SampleWorkspace:
+        """Fresh buffers."""
+        blocks = triton.cdiv(vocabulary, BLOCK)
+
+        def make(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return SampleWorkspace(
+            best=make(rows, blocks, dtype=torch.float32),
+            best_id=make(rows, blocks, dtype=torch.int32),
+            row_max=make(rows, dtype=torch.float32),
+            cut=make(rows, dtype=torch.int32),
+            ties=make(rows, dtype=torch.int32),
+            mass=make(rows, blocks, dtype=torch.int64),
+            arrived=make(rows, dtype=torch.int32),
+            candidates=make(rows, CANDIDATES, dtype=torch.float32),
+            counts=make(rows, vocabulary, dtype=torch.int32) if penalties else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceColumns:
+    """`SampleColumns` of kernels/ops.py on the device, [L] each; history as a table of int32 rows instead of addresses."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    """int64 bits of the unsigned seed."""
+    position: Tensor
+    """int64."""
+    repetition: Tensor | None = None
+    presence: Tensor | None = None
+    frequency: Tensor | None = None
+    history: Tensor | None = None
+    """int32 [slots, C]: token tables."""
+    history_row: Tensor | None = None
+    """int32 [L]: which of them."""
+    history_prompt: Tensor | None = None
+    history_length: Tensor | None = None
+    """0: no penalties for this row."""
+    bias_start: Tensor | None = None
+    bias_token: Tensor | None = None
+    bias_value: Tensor | None = None
+    mask: Tensor | None = None
+    """int32 bits [L, ceil(V / 32)], bit set = allowed."""
+
+
+def sample(
+    logits: Tensor,
+    columns: DeviceColumns | None,
+    *,
+    out: Tensor,
+    workspace: SampleWorkspace,
+    filtered: bool = True,
+    count: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """out[i] (int32) = the token drawn for logits row i; -1 when the row has no finite logit or holds a NaN. Changes logits [L, V] float32.
+
+    columns None: every row is greedy (one launch; ties go to the lowest id). filtered=False: no row has top-k or top-p (a launch less).
+    What is None in columns is used by no row. count: int32 [1] on the device, live rows. Meaning and order: kernels/reference.py:sample.
+    """
+    rows, vocabulary = logits.shape
+    w, c = workspace, columns
+    blocks = w.best.shape[1]
+    assert blocks == triton.cdiv(vocabulary, BLOCK) and len(w.row_max) >= rows, "the workspace was made for another shape"
+    penalised, biased = c is not None and c.history is not None, c is not None and c.bias_start is not None
+    counted = {"COUNTED": count is not None}
+    live = count if count is not None else w.arrived
+    if penalised or biased:
+        assert c is not None and (not penalised or w.counts is not None), "penalties need counts in the workspace"
+        none = w.arrived
+        _scatter_kernel[(4, rows)](
+            logits, w.counts if penalised else none, c.history if penalised else none, c.history_row if penalised else none,
+            c.history_prompt if penalised else none, c.history_length if penalised else none,
+            c.bias_start if biased else none, c.bias_token if biased else none, c.bias_value if biased else logits,
+            c.history.stride(0) if c.history is not None else 0, vocabulary,
+            BLOCK=256, SPLITS=4, PROMPT=PROMPT, HISTORY=penalised, BIAS=biased, **launch_options(pdl=pdl, warps=4),
+        )  # fmt: skip
+    mask = c.mask if c is not None else None
+    _steer_kernel[(blocks, rows)](
+        logits, mask if mask is not None else w.arrived, w.counts if penalised else w.arrived, c.temperature if c is not None else logits,
+        c.repetition if penalised else logits, c.presence if penalised else logits, c.frequency if penalised else logits,
+        c.history_length if penalised else w.arrived,
+        w.best, w.best_id, w.row_max, w.arrived, out, live, vocabulary, mask.stride(0) if mask is not None else 0,
+        BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_P2=pow2(blocks), PROMPT=PROMPT, ALL_GREEDY=c is None, MASK=mask is not None, HISTORY=penalised,
+        **counted, **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
+    if c is None:
+        return
+    if filtered:
+        _threshold_kernel[(rows,)](
+            logits, c.temperature, c.top_k, c.top_p, w.row_max, w.cut, w.ties, w.candidates, live, vocabulary,
+            CHUNK=min(CANDIDATES, pow2(vocabulary)), CANDIDATES=CANDIDATES, **counted, **launch_options(pdl=pdl, warps=16),
+        )  # fmt: skip
+    _draw_kernel[(blocks, rows)](
+        logits, c.temperature, c.min_p, c.seed, c.position, w.row_max, w.cut, w.ties, w.mass, w.best_id, w.arrived, out, live, vocabulary,
+        BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_P2=pow2(blocks), CUT=filtered, **counted, **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
+
+
+@triton.jit
+def _logprobs_kernel(
+    logits_ptr, tokens_ptr, logprob_ptr, rank_ptr, ids_ptr, top_ptr, part_ptr, part_id_ptr, arrived_ptr, count_ptr, V, top_stride,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_P2: tl.constexpr, TOP: tl.constexpr, POOL: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    logits = logits_ptr + row.to(tl.int64) * V
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + token, mask=token < V, other=float("-inf"))
+    chosen = tl.load(tokens_ptr + row)
+    own = tl.load(logits + chosen)
+    # part of a row: BLOCKS maxima, BLOCKS sums, then TOP values of each block; part_id: BLOCKS counts, then the ids of those values.
+    WIDTH: tl.constexpr = BLOCKS * (2 + TOP)
+    ID_WIDTH: tl.constexpr = BLOCKS * (1 + TOP)
+    part = part_ptr + row.to(tl.int64) * WIDTH
+    part_id = part_id_ptr + row.to(tl.int64) * ID_WIDTH
+    best = tl.max(x, 0)
+    tl.store(part + block, best)
+    tl.store(part + BLOCKS + block, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - best)), 0))
+    tl.store(part_id + block, tl.sum(((x > own) | ((x == own) & (token < chosen))).to(tl.int32), 0))
+    left = tl.where(token < V, x, float("-inf"))
+    open_ = token < V
+    for t in tl.static_range(TOP):
+        value = tl.max(tl.where(open_, left, float("-inf")), 0)
+        which = tl.min(tl.where(open_ & (left == value), token, 0x7FFFFFFF), 0)
+        tl.store(part + 2 * BLOCKS + block * TOP + t, tl.where(which == 0x7FFFFFFF, float("-inf"), value))
+        tl.store(part_id + BLOCKS + block * TOP + t, which)
+        open_ = open_ & (token != which)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+    if before != BLOCKS - 1:
+        return
+    tl.store(arrived_ptr + row, 0)
+    b = tl.arange(0, BLOCKS_P2)
+    bests = tl.load(part + b, mask=b < BLOCKS, other=float("-inf"), cache_modifier=".cg")
+    sums = tl.load(part + BLOCKS + b, mask=b < BLOCKS, other=0.0, cache_modifier=".cg")
+    ahead = tl.load(part_id + b, mask=b < BLOCKS, other=0, cache_modifier=".cg")
+    best = tl.max(bests, 0)
+    norm = best + tl.log(tl.sum(tl.where(sums > 0, sums * tl.exp(bests - best), 0.0), 0))
+    tl.store(logprob_ptr + row, own - norm)
+    tl.store(rank_ptr + row, tl.sum(ahead, 0) + 1)
+    if TOP > 0:
+        e = tl.arange(0, POOL)
+        pool = tl.load(part + 2 * BLOCKS + e, mask=e < BLOCKS * TOP, other=float("-inf"), cache_modifier=".cg")
+        ids = tl.load(part_id + BLOCKS + e, mask=e < BLOCKS * TOP, other=0x7FFFFFFF, cache_modifier=".cg")
+        for t in range(TOP):
+            value = tl.max(tl.where(ids != 0x7FFFFFFF, pool, float("-inf")), 0)
+            which = tl.min(tl.where(pool == value, ids, 0x7FFFFFFF), 0)
+            tl.store(top_ptr + row * top_stride + t, value - norm)
+            tl.store(ids_ptr + row * top_stride + t, which)
+            ids = tl.where(ids == which, 0x7FFFFFFF, ids)
+
+
+def logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    top: int,
+    out_logprob: Tensor,
+    out_rank: Tensor,
+    out_ids: Tensor,
+    out_top: Tensor,
+    workspace: Tensor,
+    workspace_ids: Tensor,
+    arrived: Tensor,
+    count: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Log-softmax of raw logits [L, V] float32: of tokens[i], its rank (1 = best), the `top` best (at most 20, ties by lower id).
+
+    out_ids int32 and out_top float32 [L, >= top]; workspace float32 [L blocks (2 + top)], workspace_ids int32 [L blocks (1 + top)] with
+    blocks = ceil(V / 1024); arrived int32 [L], zero between calls.
+    """
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, BLOCK)
+    assert 0 <= top <= 20, f"{top} logprobs asked, at most 20"
+    assert workspace.numel() >= rows * blocks * (2 + top) and workspace_ids.numel() >= rows * blocks * (1 + top)
+    _logprobs_kernel[(blocks, rows)](
+        logits, tokens, out_logprob, out_rank, out_ids, out_top, workspace, workspace_ids, arrived, count if count is not None else arrived,
+        vocabulary, out_ids.stride(0),
+        BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_P2=pow2(blocks), TOP=top, POOL=pow2(blocks * max(1, top)), COUNTED=count is not None,
+        **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
