@@ -29,7 +29,9 @@ class build_library(build_ext):  # noqa: N801  (the name of a setuptools command
         problem = self.compile_and_link()
         if problem:
             self.target().unlink(missing_ok=True)  # an old build must not pass for this one
-            print(f"tradewind: the CPU op library was not built ({problem}); the engine will compute with torch, which is slower.")
+            print(
+                f"tradewind: the CPU op library was not built ({problem}); the engine will compute with torch, which is slower."
+            )
 
     def compile_and_link(self) -> str:
         """Returns why there is no library, or an empty string when it is in its place."""
@@ -59,7 +61,9 @@ class build_library(build_ext):  # noqa: N801  (the name of a setuptools command
 
     def target(self) -> Path:
         """Beside the sources for an editable install, in the wheel's tree otherwise."""
-        return (Path("src") if self.inplace or self.editable_mode else Path(self.build_lib)) / ROOM / "libtradewind_cpu.so"
+        return (
+            (Path("src") if self.inplace or self.editable_mode else Path(self.build_lib)) / ROOM / "libtradewind_cpu.so"
+        )
 
     def get_outputs(self) -> list[str]:
         return [str(self.target())] if self.target().exists() else []

@@ -2,7 +2,8 @@
 
     python benchmarks/scheduler_cost.py [--steps 600] [--out scheduler_cost.json]
 
-"steady" only decodes; "churn" also ends about 2 % of the rows per step and admits as many new ones. Times are microseconds of one thread.
+"steady" only decodes; "churn" also ends about 2 % of the rows per step and admits as many new ones; "full" is churn with cache for about
+half of the rows and 500 requests in the queue. Times are microseconds of one thread.
 """
 
 from __future__ import annotations
@@ -24,19 +25,18 @@ from tradewind.engine.scheduler import Scheduler
 PAGE_TOKENS = 16
 
 
-def plan(rows: int, *, window: int | None, in_flight: int) -> tuple[SchedulePlan, CachePlan]:
-    """Room for every row's whole context."""
+def plan(rows: int, *, window: int | None, pages: int) -> tuple[SchedulePlan, CachePlan]:
+    """A plan with one or two groups of `pages` pages each."""
     groups = [_group(0, None)] + ([_group(1, window)] if window else [])
     schedule = SchedulePlan(
         max_running=rows,
         max_tokens_per_step=max(2048, 2 * rows),
         max_context=4096,
         policy="arrival",
-        steps_in_flight=in_flight,
+        steps_in_flight=2,
         age_limit_s=5.0,
         max_preemptions=3,
     )
-    pages = rows * 4096 // PAGE_TOKENS + 1
     return schedule, CachePlan(
         groups=tuple(groups), pages=(pages,) * len(groups), page_tokens=PAGE_TOKENS, prefix_cache=True
     )
@@ -68,9 +68,10 @@ def answer(step: Step, token: int) -> StepResult:
     )
 
 
-def measure(rows: int, *, steps: int, churn: bool, window: int | None) -> dict[str, float | int | str]:
+def measure(rows: int, *, steps: int, work: str, window: int | None) -> dict[str, float | int | str]:
     """Runs one case; medians and 99th percentiles in microseconds."""
-    schedule, cache = plan(rows, window=window, in_flight=2)
+    churn = work != "steady"
+    schedule, cache = plan(rows, window=window, pages=rows * 4 if work == "full" else rows * 4096 // PAGE_TOKENS + 1)
     clock = time.perf_counter
     scheduler = Scheduler(schedule=schedule, cache=cache, clock=clock)
     random = np.random.default_rng(0)
@@ -102,7 +103,7 @@ def measure(rows: int, *, steps: int, churn: bool, window: int | None) -> dict[s
     turns = 0
     warm = 3 * rows // 10 + 60
     while len(decide_s) < steps:
-        while churn and scheduler.unfinished < rows + 8:
+        while churn and scheduler.unfinished < rows + (500 if work == "full" else 8):
             add(length())
         before = time.perf_counter()
         step = scheduler.decide(clock())
@@ -123,7 +124,7 @@ def measure(rows: int, *, steps: int, churn: bool, window: int | None) -> dict[s
     both = decide_us + absorb_us
     return {
         "rows": rows,
-        "work": "churn" if churn else "steady",
+        "work": work,
         "groups": "full+window" if window else "full",
         "decide_median_us": round(float(np.median(decide_us)), 1),
         "decide_p99_us": round(float(np.percentile(decide_us, 99)), 1),
@@ -140,13 +141,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write the figures as JSON")
     arguments = parser.parse_args()
     cases = [
-        measure(rows, steps=arguments.steps, churn=churn, window=window)
-        for rows, churn, window in (
-            (1, False, None),
-            (64, False, None),
-            (512, False, None),
-            (512, False, 256),
-            (512, True, None),
+        measure(rows, steps=arguments.steps, work=work, window=window)
+        for rows, work, window in (
+            (1, "steady", None),
+            (64, "steady", None),
+            (512, "steady", None),
+            (512, "steady", 256),
+            (512, "churn", None),
+            (512, "full", None),
         )
     ]
     names = list(cases[0])

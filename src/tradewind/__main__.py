@@ -1,25 +1,43 @@
 """`python -m tradewind`, and the program `tradewind`.
 
-Knows: that Ctrl-C may come before anything is imported, and after everything is done. Refuses to know: commands (cli).
+Knows: how Ctrl-C is heard wherever it falls: before anything is imported, inside a callback, after everything is done.
+Refuses to know: commands (cli).
 """
 
 from __future__ import annotations
 
-import signal
+import _thread
 import sys
+import time
 
 
 def main() -> int:
-    """Runs the command line and returns its exit code."""
+    """Runs the command line and returns its exit code. For a process of its own: changes how the interpreter handles Ctrl-C."""
+    sys.unraisablehook = _press_again
     try:
         from tradewind.cli import main as command
 
         code = command()
     except KeyboardInterrupt:
         code = 130
+    import signal  # takes milliseconds itself, in which Ctrl-C may come
+
     # Nothing is left to clean up: from here on Ctrl-C just ends the process, without a traceback from the interpreter's own ending.
-    signal.signal(signal.SIGINT, signal.SIG_DFL if code != 130 else signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if code == 130 else signal.SIG_DFL)
     return code
+
+
+def _press_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C that fell into a callback (every import has one) would be printed and lost; it is pressed again a moment later."""
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+
+    def press() -> None:
+        time.sleep(0.01)
+        _thread.interrupt_main()
+
+    _thread.start_new_thread(press, ())
 
 
 if __name__ == "__main__":

@@ -136,20 +136,15 @@ class LLM:
     def tokenize(self, prompt: Prompt) -> list[int]:
         """The token ids that a prompt becomes; changes nothing. Raises RequestError or UserError."""
         prompt = _plain(prompt)
-        try:
-            if isinstance(prompt, str):
-                return self._engine.tokenizer.encode(prompt, add_special=True)
-            if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-                raise RequestError(f"a prompt must be text, token ids or messages, not {type(prompt).__name__}")
-            if prompt and isinstance(prompt[0], Mapping):
-                template = self._engine.template
-                if isinstance(template, UserError):
-                    raise template
-                return self._engine.tokenizer.encode_chat(template.render(prompt))  # type: ignore[arg-type]
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the prompt has half a character at {error.start} ({error.object[error.start]!r}), which is no text"
-            ) from None
+        if isinstance(prompt, str):
+            return self._engine.tokenizer.encode(prompt, add_special=True)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise RequestError(f"a prompt must be text, token ids or messages, not {type(prompt).__name__}")
+        if prompt and isinstance(prompt[0], Mapping):
+            template = self._engine.template
+            if isinstance(template, UserError):
+                raise template
+            return self._engine.tokenizer.encode_chat(template.render(prompt))  # type: ignore[arg-type]
         return list(prompt)  # type: ignore[arg-type]
 
     def with_default_length(self, sampling: SamplingParams, prompts: Sequence[Prompt], tokens: int) -> SamplingParams:

@@ -11,7 +11,7 @@ from tradewind.contract.request import Request, SamplingParams
 from tradewind.engine.client import LocalClient
 from tradewind.engine.loop import EngineLoop
 from tradewind.engine.scheduler import Scheduler
-from tradewind.simulate.clock import VirtualClock
+from tradewind.simulate.clock import Clock, VirtualClock
 from tradewind.simulate.scripted import ScriptedExecutor
 
 
@@ -65,11 +65,17 @@ class Engine:
     """A scheduler, a scripted device and a virtual clock, put together."""
 
     def __init__(
-        self, *, cache: CachePlan | None = None, schedule: SchedulePlan | None = None, drafts: int = 0, **device: Any
+        self,
+        *,
+        cache: CachePlan | None = None,
+        schedule: SchedulePlan | None = None,
+        drafts: int = 0,
+        clock: Clock | None = None,
+        **device: Any,
     ) -> None:
         self.cache = cache or cache_plan()
         self.schedule = schedule or schedule_plan()
-        self.clock = VirtualClock()
+        self.clock: Any = clock or VirtualClock()
         self.scheduler = Scheduler(
             schedule=self.schedule, cache=self.cache, clock=self.clock.now, drafts_per_row=drafts
         )

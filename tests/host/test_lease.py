@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.host.test_radix import P, SPACE, compute, keys_of, make
+from tests.host.test_radix import SPACE, P, compute, keys_of, make
 
 
 def test_a_lease_is_released_exactly_once() -> None:

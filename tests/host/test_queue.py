@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,4 +58,4 @@ def test_order_is_the_order_of_aged_priorities_at_any_time(items: list[tuple[flo
     for place, (at, priority) in enumerate(items):
         queue.push(sequence(str(place), at=at, place=place, priority=priority))
     aged = [s.request.priority - (now - s.arrived_s) / AGE_S_PER_LEVEL for s in queue]
-    assert all(a <= b + 1e-9 for a, b in zip(aged, aged[1:], strict=False))
+    assert all(a <= b + 1e-9 for a, b in pairwise(aged))

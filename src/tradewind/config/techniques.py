@@ -38,7 +38,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="time between tokens of running answers while a long prompt arrives",
         hurts="time to first token of that prompt: weights are read once for each chunk",
         metric="TPOT p99 with a long prompt arriving; StepDone.prompt_tokens",
-        test="tests/engine/test_same_text.py::test_a_batch_under_any_means_equals_each_alone",
+        test="tests/host/test_scheduler.py::test_decode_comes_first_and_chunks_fill_the_rest_of_the_budget",
     ),
     "continuous_batching": Technique(
         layer="schedule",
@@ -54,7 +54,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="memory and prefill of several answers to one prompt",
         hurts="one page copy for each further answer",
         metric="pages used by n answers against n requests",
-        test="tests/engine/test_same_text.py::test_samples_of_one_prompt_share_its_pages_and_equal_samples_alone",
+        test="tests/host/test_scheduler.py::test_samples_share_full_pages_and_copy_the_last",
     ),
     "fused_kernels": Technique(
         layer="compute",
@@ -105,7 +105,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="throughput: pages need not be reserved for the longest possible answer",
         hurts="the evicted request: its tokens are computed again",
         metric="Preempted.lost_tokens",
-        test="tests/engine/test_same_text.py::test_answers_survive_preemption",
+        test="tests/host/test_scheduler.py::test_preemptions_are_bounded_and_everybody_ends_with_the_same_text",
     ),
     "prefix_cache": Technique(
         layer="cache",
@@ -113,7 +113,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="time to first token of prompts that begin alike",
         hurts="a walk through the tree for each new prompt",
         metric="Scheduled.cached_tokens",
-        test="tests/engine/test_same_text.py::test_a_prefix_hit_gives_the_same_answer",
+        test="tests/host/test_radix.py::test_match_equals_brute_force_after_anything",
     ),
     "priority_ageing": Technique(
         layer="schedule",
@@ -121,7 +121,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="urgent requests; ageing keeps the others from starving",
         hurts="requests of low priority wait longer",
         metric="Scheduled.waited_s by priority",
-        test="tests/host/test_queue.py::test_ageing_prevents_starvation",
+        test="tests/host/test_queue.py::test_priority_ages_so_that_nothing_starves",
     ),
     "small_pass_big": Technique(
         layer="schedule",
@@ -129,7 +129,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="throughput and small requests: they use pages that the head of the queue cannot use yet",
         hurts="the big request, by at most the age limit",
         metric="Delayed.blocked_by; waited_s of big requests",
-        test="tests/host/test_scheduler.py::test_small_passes_big_within_age_limit",
+        test="tests/host/test_scheduler.py::test_a15_small_ones_pass_a_big_one_that_does_not_fit_until_it_is_old",
     ),
     "tape": Technique(
         layer="compute",
@@ -146,7 +146,7 @@ TECHNIQUES: dict[str, Technique] = {
         helps="memory of long sequences: windowed layers keep their window only",
         hurts="a prefix is found again only where its window's pages are still kept",
         metric="pages used of the window group",
-        test="tests/host/test_lease.py::test_window_pages_are_freed",
+        test="tests/host/test_scheduler.py::test_window_pages_are_really_freed_so_that_a_small_pool_serves_a_long_text",
     ),
 }
 

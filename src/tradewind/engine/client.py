@@ -10,10 +10,12 @@ Knows: which handle waits for which request. Refuses to know: text, scheduling. 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from types import TracebackType
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 
 from tradewind.contract.errors import EngineDeadError, RequestError
 from tradewind.contract.events import FinishReason, TokensOut
@@ -163,13 +165,17 @@ class LocalClient:
     # -- driving -----------------------------------------------------------------------------------------------------
 
     def drive(self) -> bool:
-        """Runs one turn in the caller's thread; whether there is more to do. Not while the engine has its own thread."""
+        """Runs one turn in the caller's thread; whether there is more to do. Not while the engine has its own thread.
+
+        Ctrl-C is raised after the turn, so that the engine can be used again; a second Ctrl-C is raised at once.
+        """
         assert self._thread is None, "the engine runs in its own thread"
         if not self._loop.busy:
             if self._handles:
                 raise EngineDeadError(self._loop.dead or "the engine has nothing to do, but requests are open")
             return False
-        self._turn()
+        with _uninterrupted():
+            self._turn()
         return self._loop.busy
 
     def _turn(self) -> None:
@@ -277,6 +283,30 @@ class LocalClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds back the first Ctrl-C until the block is done: half a turn would leave the scheduler's books wrong."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

@@ -32,19 +32,27 @@ def check_fits(request: Request, *, cache: KVCache, max_context: int, burst_toke
                 else f"lower max_tokens to at most {max_context - prompt} or shorten the prompt"
             )
         )
-    positions = prompt + request.max_tokens - 1
-    for group, need in enumerate(cache.peak_pages(positions, burst_tokens=burst_tokens)):
-        have = cache.pools[group].total - 1
-        if need > have:
-            size = cache.page_tokens
-            fits = have * size + 1 - prompt
-            advice = (
-                f"lower max_tokens to at most {fits}"
-                if fits >= 1
-                else f"shorten the prompt by at least {prompt - have * size} tokens"
-            )
+    positions = prompt + request.max_tokens - 1  # the KV of the last token is never computed
+    size = cache.page_tokens
+    for index, need in enumerate(cache.peak_pages(positions, burst_tokens=burst_tokens)):
+        have = cache.pools[index].total - 1
+        if need <= have:
+            continue
+        asked = f"the prompt has {prompt} tokens and up to {request.max_tokens} are asked for"
+        window = cache.groups[index].window
+        if window is not None and need < -(-positions // size):
             raise LimitError(
-                f"the prompt has {prompt} tokens and up to {request.max_tokens} are asked for, which needs {positions} tokens "
-                f"({need} pages) of cache, but the cache holds {have * size} tokens ({have} pages): "
-                f"{positions - have * size} tokens ({need - have} pages) short; {advice}, or give the cache more memory"
+                f"{asked}: the layers with a window of {window} tokens then hold {need * size} tokens ({need} pages) at once, but their "
+                f"cache holds {have * size} tokens ({have} pages), {(need - have) * size} tokens ({need - have} pages) short; "
+                "lower max_tokens_per_step or give the cache more memory"
             )
+        fits = have * size + 1 - prompt
+        advice = (
+            f"lower max_tokens to at most {fits}"
+            if fits >= 1
+            else f"shorten the prompt by at least {prompt - have * size} tokens"
+        )
+        raise LimitError(
+            f"{asked}, which needs {positions} tokens ({need} pages) of cache, but the cache holds {have * size} tokens ({have} pages), "
+            f"{positions - have * size} tokens ({need - have} pages) short; {advice}, or give the cache more memory"
+        )

@@ -2,17 +2,10 @@
 
 Knows: the legal transitions and what a state may hold. Refuses to know: when a transition should happen (scheduler).
 
-              add                 admit
-      ------> WAITING ----------------------> RUNNING --------.
-               |  ^  \\  block      admit       |  | \\          |
-               |  |   `-----> BLOCKED --------'  |  \\ pause   | drain (a step that touches its pages flies)
-               |  |   wake     |   |             |   \\        v
-               |  '------------'   | drain       |    \\   DRAINING
-               |  ^                '-------------|-----\\---^  |  |
-               |  | requeue                      |      v  pause |
-               |  '----------------------------- | -- PAUSED     |
-               v                                 v      v        v
-               '-------------------------------> DONE <----------'      end, from every state
+      WAITING  --admit-->  RUNNING  --drain-->  DRAINING  --pause-->  PAUSED  --requeue-->  WAITING
+      WAITING  --block-->  BLOCKED  --wake--->  WAITING                  (or --admit--> RUNNING)
+                           RUNNING  --pause-->  PAUSED                   nothing of it flies
+      any      ---end--->  DONE                                          nothing of it flies
 """
 
 from __future__ import annotations

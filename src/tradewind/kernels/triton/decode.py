@@ -139,31 +139,31 @@ def _decode_kernel(
     if FUSED:
         if end == length:
             new_k = base + (H + g) * D + i
-            a = tl.load(new_k, mask=live_d, other=0.0).to(tl.float32)
-            b = tl.load(new_k + HALF_D, mask=live_d, other=0.0).to(tl.float32)
+            ka = tl.load(new_k, mask=live_d, other=0.0).to(tl.float32)
+            kb = tl.load(new_k + HALF_D, mask=live_d, other=0.0).to(tl.float32)
             if NORM:
-                factor = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / D + eps)
-                a = a * factor * tl.load(k_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
-                b = b * factor * tl.load(k_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
-            y1 = stored(a * cos - b * sin, k_scale, k_ptr)
-            y2 = stored(b * cos + a * sin, k_scale, k_ptr)
+                k_factor = tl.rsqrt((tl.sum(ka * ka, 0) + tl.sum(kb * kb, 0)) / D + eps)
+                ka = ka * k_factor * tl.load(k_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
+                kb = kb * k_factor * tl.load(k_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
+            k_1 = stored(ka * cos - kb * sin, k_scale, k_ptr)
+            k_2 = stored(kb * cos + ka * sin, k_scale, k_ptr)
             new_v = stored(tl.load(base + (H + G + g) * D + d, mask=live_v, other=0.0).to(tl.float32), v_scale, v_ptr)
             last = length - 1
-            page = tl.load(table + last // B).to(tl.int64)
-            at = (page * G + g) * (B * D) + (last % B) * D
-            tl.store(k_ptr + at + i, y1, mask=live_d)
-            tl.store(k_ptr + at + HALF_D + i, y2, mask=live_d)
-            tl.store(v_ptr + at + d, new_v, mask=live_v)
-            y1 = y1.to(DOT).to(tl.float32)
-            y2 = y2.to(DOT).to(tl.float32)
-            score = tl.sum(q1.to(tl.float32) * y1[None, :], 1) + tl.sum(q2.to(tl.float32) * y2[None, :], 1)
-            score = capped(score * factor_k, CAP, cap) * LOG2E
-            new = tl.maximum(top, score)
-            shrink = tl.exp2(top - new)
-            p = tl.exp2(score - new)
-            acc = acc * shrink[:, None] + p[:, None] * (new_v.to(tl.float32) * v_scale)[None, :]
-            total = total * shrink + p
-            top = new
+            last_page = tl.load(table + last // B).to(tl.int64)
+            last_at = (last_page * G + g) * (B * D) + (last % B) * D
+            tl.store(k_ptr + last_at + i, k_1, mask=live_d)
+            tl.store(k_ptr + last_at + HALF_D + i, k_2, mask=live_d)
+            tl.store(v_ptr + last_at + d, new_v, mask=live_v)
+            k_1_wide = k_1.to(DOT).to(tl.float32)
+            k_2_wide = k_2.to(DOT).to(tl.float32)
+            last_score = tl.sum(q1.to(tl.float32) * k_1_wide[None, :], 1) + tl.sum(q2.to(tl.float32) * k_2_wide[None, :], 1)
+            last_score = capped(last_score * factor_k, CAP, cap) * LOG2E
+            new_top = tl.maximum(top, last_score)
+            last_shrink = tl.exp2(top - new_top)
+            last_p = tl.exp2(last_score - new_top)
+            acc = acc * last_shrink[:, None] + last_p[:, None] * (new_v.to(tl.float32) * v_scale)[None, :]
+            total = total * last_shrink + last_p
+            top = new_top
 
     head = g * RATIO + j
     out_at = out_ptr + token.to(tl.int64) * (H * D)

@@ -44,18 +44,16 @@ def _lay_out_kernel(
         tl.store(ids_ptr + t, tl.load(tokens_ptr + slot * tokens_stride + position, mask=live, other=0), mask=live)
         tl.store(write_slots_ptr + t, page * B + position % B, mask=live)
     else:
-        row = program - TOKEN_BLOCKS
-        if row >= rows:
-            tl.store(lengths_ptr + row, 0)
-            return
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        length = tl.load(start_ptr + row) + tl.load(count_ptr + row)
-        tl.store(lengths_ptr + row, length)
+        r_one = program - TOKEN_BLOCKS
+        live_one = r_one < rows
+        slot_one = tl.load(slot_ptr + r_one, mask=live_one, other=0).to(tl.int64)
+        length = tl.load(start_ptr + r_one, mask=live_one, other=0) + tl.load(count_ptr + r_one, mask=live_one, other=0)
+        tl.store(lengths_ptr + r_one, length)
         used = tl.cdiv(length, B)
         for first in range(0, used, BP):
             p = first + tl.arange(0, BP)
-            page = tl.load(table_ptr + slot * table_stride + p, mask=p < used, other=0)
-            tl.store(page_table_ptr + row.to(tl.int64) * out_stride + p, page, mask=p < used)
+            entry = tl.load(table_ptr + slot_one * table_stride + p, mask=p < used, other=0)
+            tl.store(page_table_ptr + r_one.to(tl.int64) * out_stride + p, entry, mask=p < used)
 
 
 def lay_out(

@@ -324,7 +324,7 @@ struct Work {
         const int64_t head = pages[position / job.page_tokens] * job.kv_heads + g;
         return static_cast<const Stored*>(memory) + (head * job.page_tokens + position % job.page_tokens) * dim;
     }
-    // Asks for up to SPAN blocks: pages are scattered, and the hardware only guesses within a few kilobytes.
+    // Asks for the first lines of up to SPAN blocks: pages are scattered; the hardware goes on from there by itself.
     TW_INLINE void ask(const void* memory, const int32_t* pages, int64_t base, int64_t block, int64_t block_end) const {
         for (int64_t b = block; b < block + SPAN && b < block_end; ++b) {
             const char* at = reinterpret_cast<const char*>(find(memory, pages, base + b * BLOCK));

