@@ -30,6 +30,8 @@ SHAPES = {
     "down 576x1536": (576, 1536, False),
 }
 HEAD = ("head 49152x576", (49152, 576, False))
+PROBED = 3
+"""The instruction set (csrc/runtime.h) that csrc/gemm_probe.cpp has loops for."""
 MEMORY_BYTES = 96 << 20
 """Weights that one-row runs walk through, so that no cache holds them: about the size of the model."""
 
@@ -42,7 +44,8 @@ class Machine:
         self.lib.tw_team_new.restype = ctypes.c_void_p
         self.lib.tw_op_name.restype = ctypes.c_char_p
         self.ids = {self.lib.tw_op_name(i).decode(): i for i in range(self.lib.tw_op_count())}
-        self.isa = self.lib.tw_detect_isa() if isa is None else isa
+        self.best_isa = self.lib.tw_detect_isa()
+        self.isa = self.best_isa if isa is None else min(isa, self.best_isa)
         self.threads = threads
         others = set(os.listdir("/proc/self/task"))
         self.team = ctypes.c_void_p(self.lib.tw_team_new(threads, self.isa))
@@ -63,16 +66,23 @@ class Machine:
 
         return run
 
+    def probe(self, name: str, *arguments: int, repeats: int) -> float:
+        """Seconds of a probe at the machine's best instruction set, infinite where it has no probes."""
+        if self.best_isa < PROBED:
+            return float("inf")
+        self.lib.tw_team_set_isa(self.team, self.best_isa)
+        seconds = best(self.tape([(name, (*arguments, self.sink.ctypes.data))]), repeats=repeats)
+        self.lib.tw_team_set_isa(self.team, self.isa)
+        return seconds
+
     def peak(self, kind: int) -> float:
         """Operations per second: 0 int8, 1 bf16, 2 f32."""
         rounds = 10_000  # tens of microseconds, so that some runs are undisturbed
-        run = self.tape([("probe_peak", (kind, rounds, self.sink.ctypes.data))])
-        return rounds * 24 * (128, 64, 32)[kind] * self.threads / best(run, repeats=200)
+        return rounds * 24 * (128, 64, 32)[kind] * self.threads / self.probe("probe_peak", kind, rounds, repeats=200)
 
     def read(self, memory: Any) -> float:
         """Bytes per second of reading all of `memory`."""
-        run = self.tape([("probe_read", (memory.ctypes.data, memory.nbytes, self.sink.ctypes.data))])
-        return memory.nbytes / best(run, repeats=15)
+        return memory.nbytes / self.probe("probe_read", memory.ctypes.data, memory.nbytes, repeats=15)
 
 
 def best(run: Callable[[], None], *, repeats: int, seconds: float = 0.0) -> float:
@@ -136,15 +146,19 @@ def measure(
             ceiling = machine.read(memory)
             speed = packed.nbytes * copies / best(machine.tape(calls), repeats=15, seconds=0.5)
             ceiling = max(ceiling, machine.read(memory))
-            cells.append(f"{speed / 1e9:6.1f} GB/s {speed / ceiling:4.0%}")
+            cells.append(f"{speed / 1e9:6.1f} GB/s {share(speed, ceiling)}")
         else:
             run = machine.tape([calls_of(machine, packed, count, keep)])
             operations = 2 * packed.n * k * count
             ceiling = machine.peak(peak_kind)
             speed = operations / best(run, repeats=50, seconds=0.3)
             ceiling = max(ceiling, machine.peak(peak_kind))
-            cells.append(f"{speed / 1e9:6.0f} GOP/s {speed / ceiling:4.0%}")
+            cells.append(f"{speed / 1e9:6.0f} GOP/s {share(speed, ceiling)}")
     print(f"{kind:5} {label:18} {packed.nbytes * 8 / (packed.n * k):5.2f} bits  " + "  ".join(cells), flush=True)
+
+
+def share(speed: float, ceiling: float) -> str:
+    return f"{speed / ceiling:4.0%}" if ceiling else "   -"
 
 
 def main() -> None:

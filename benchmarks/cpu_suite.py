@@ -262,7 +262,7 @@ def run(arguments: argparse.Namespace) -> Suite:
         if variant.peer in arguments.peers:
             active[name] = variant
         else:
-            skipped.append(f"{name}: not measured, no --peer {variant.peer}=PYTHON was given")
+            skipped.append(f"{name} (no --peer {variant.peer}=PYTHON was given)")
     with tempfile.TemporaryDirectory(prefix="cpu-suite-") as folder:
         engine = Runner(arguments, source=source, works=works, start=ids[:START_TOKENS], folder=Path(folder))
         say("limits of the machine")
@@ -279,28 +279,24 @@ def run(arguments: argparse.Namespace) -> Suite:
                 say(f"skipped: {skipped[-1]}")
                 del active[name]
         pairs: list[Pair] = []
-        for turn in range(arguments.pairs):
-            for name in tuple(active):
-                variant, ours_first = active[name], turn % 2 == 0
-                asked = tuple(work for work in variant.works if work in works)
-                try:
-                    theirs = None if ours_first else engine.theirs(variant, asked)
-                    ours = engine.ours(asked)
-                    theirs = theirs or engine.theirs(variant, asked)
-                except PeerError as error:
-                    skipped.append(f"{name}: {error}")
-                    say(f"skipped: {skipped[-1]}")
-                    del active[name]
-                    continue
-                agreed = agreement(ours.pop("answers"), theirs.pop("answers"))
-                pairs.append(Pair(variant=name, ours_first=ours_first, agreed=agreed, ours=ours, theirs=theirs))
-                say(f"pair {turn + 1}/{arguments.pairs} {name}: {short(ours, theirs)}")
-        runs = [pair.ours for pair in pairs]
-        # What no peer was there for is measured alone.
-        while len(runs) < arguments.pairs or any(name not in run["results"] for name in works for run in runs[-1:]):
-            runs.append(engine.ours(tuple(works)))
-            say(f"ours alone: {short(runs[-1], None)}")
-        command_line = engine.command_line(repeats=arguments.pairs)
+        runs: list[dict[str, Any]] = []
+        command_line: dict[str, tuple[float, ...]] = {}
+        try:
+            measure_pairs(engine, active, pairs, skipped)
+            runs = [pair.ours for pair in pairs]
+            # What no peer was there for is measured alone.
+            missing = [name for name in works if not any(name in run["results"] for run in runs)]
+            for _ in range(arguments.pairs if missing else 0):
+                runs.append(engine.ours(missing))
+                say(f"ours alone: {short(runs[-1], None)}")
+            command_line = engine.command_line(repeats=arguments.pairs)
+        except KeyboardInterrupt:
+            # Minutes of measuring are not thrown away; the result says that it is not whole.
+            runs = runs or [pair.ours for pair in pairs]
+            if not runs:
+                raise
+            skipped.append("everything after an interruption")
+            say("interrupted; what was measured until here is kept")
     ours = figures(runs)
     measured = {pair.variant for pair in pairs}
     rows = [
@@ -327,6 +323,27 @@ def run(arguments: argparse.Namespace) -> Suite:
         skipped=tuple(skipped),
         pairs=tuple(pairs),
     )
+
+
+def measure_pairs(engine: Runner, active: dict[str, Variant], pairs: list[Pair], skipped: list[str]) -> None:
+    """Runs the pairs, turn by turn and peer by peer, into `pairs`; a peer that fails leaves `active` and is said in `skipped`."""
+    total = engine.arguments.pairs
+    for turn in range(total):
+        for name in tuple(active):
+            variant, ours_first = active[name], turn % 2 == 0
+            asked = tuple(work for work in variant.works if work in engine.works)
+            try:
+                theirs = None if ours_first else engine.theirs(variant, asked)
+                ours = engine.ours(asked)
+                theirs = theirs or engine.theirs(variant, asked)
+            except PeerError as error:
+                skipped.append(f"{name}: {error}")
+                say(f"skipped: {skipped[-1]}")
+                del active[name]
+                continue
+            agreed = agreement(ours.pop("answers"), theirs.pop("answers"))
+            pairs.append(Pair(variant=name, ours_first=ours_first, agreed=agreed, ours=ours, theirs=theirs))
+            say(f"pair {turn + 1}/{total} {name}: {short(ours, theirs)}")
 
 
 class PeerError(UserError):
@@ -522,13 +539,13 @@ def estimated(name: str, variant: Variant, ours: dict[str, list[float]], limits:
 def verdict(demand: Demand, suite: Suite) -> tuple[str, str]:
     """What we reached against a demand, and whether that is "aim", "must", "missed" or "–" (nothing to compare with)."""
     if demand.rival is None:
-        values = (*suite.ours.get(demand.key, ()), *suite.command_line.get(demand.key, ()))
-        if not values:
-            return "–", "–"
-        # Of two ways to start, and of all workloads' memory, the worse counts.
+        # Of two ways to start the slower counts, and of all runs' memory the largest.
+        middle = statistics.median if demand.key == "start" else max
         reached = max(
-            statistics.median(v) for v in (suite.ours.get(demand.key), suite.command_line.get(demand.key)) if v
+            (middle(v) for v in (suite.ours.get(demand.key), suite.command_line.get(demand.key)) if v), default=None
         )
+        if reached is None:
+            return "–", "–"
         good = [demand.aim is not None and reached <= demand.aim, reached <= demand.must]
         return f"{figure(reached)} {demand.unit}", judged(good)
     row = next((row for row in suite.rows if row.key == demand.key and row.variant == demand.rival), None)
@@ -677,6 +694,7 @@ def draw_panel(axis: Any, demand: Demand, suite: Suite) -> None:
         axis.set_axis_off()
         return
     places = range(len(bars))
+    label = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # so that no line crosses a number
     right = max([bar[2][1] for bar in bars] + [mark[0] for mark in marks if mark[0] is not None])
     for place, (_, value, ends, real, colour) in zip(places, bars, strict=True):
         if real:
@@ -684,7 +702,15 @@ def draw_panel(axis: Any, demand: Demand, suite: Suite) -> None:
             axis.plot(ends, (place, place), color="#1f2933", linewidth=1, marker="|", markersize=5)
         else:
             axis.barh(place, value, height=0.62, color=FAINT, edgecolor=THEIRS, hatch="///", linewidth=0.6)
-        axis.text(max(value, ends[1]) + 0.02 * right, place, figure(value), va="center", fontsize=8, color="#1f2933")
+        axis.text(
+            max(value, ends[1]) + 0.02 * right,
+            place,
+            figure(value),
+            va="center",
+            fontsize=8,
+            color="#1f2933",
+            bbox=label,
+        )
     for value, colour, style in marks:
         if value is not None:
             axis.axvline(value, color=colour, linestyle=style, linewidth=1.3, zorder=0.5 if value > right else 2)

@@ -150,6 +150,7 @@ def copies(bytes_each: float, *, most: int = 64) -> int:
 def graph_us(calls: list[Callable[[], None]], *, budget_ms: float = 40.0) -> float:
     """Microseconds per call in a replayed CUDA graph of all calls; the median of five batches of replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
@@ -182,11 +183,10 @@ def ceilings() -> dict[str, float]:
     out = torch.zeros(1, device="cuda")
     found["read_torch_sum"] = x.numel() * 4 / (graph_us([lambda: torch.sum(x, 0, keepdim=True, out=out)]) * 1e-6)
     del x, y
-    w = torch.randn(2**18, 8192, device="cuda", dtype=BF16)  # 4.3 GB through the GEMV itself
-    v, o = torch.randn(1, 8192, device="cuda", dtype=BF16), torch.empty(1, 2**18, device="cuda", dtype=BF16)
-    best = min(
-        graph_us([lambda c=c: skinny.skinny_linear(v, w[: 2**18 - 1], out=o[:, : 2**18 - 1], config=c)]) for c in (GemvConfig(4, 1024, 4),)
-    )
+    rows = 2**18 - 8
+    w = torch.randn(rows, 8192, device="cuda", dtype=BF16)  # 4.3 GB through the GEMV itself
+    v, o = torch.randn(1, 8192, device="cuda", dtype=BF16), torch.empty(1, rows, device="cuda", dtype=BF16)
+    best = min(graph_us([lambda c=c: skinny.skinny_linear(v, w, out=o, config=c)]) for c in (GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 4)))
     found["read_gemv"] = w.numel() * 2 / (best * 1e-6)
     found["read"] = max(found["read_torch_sum"], found["read_gemv"])
     del w
@@ -498,7 +498,8 @@ class DecodeStep:
         m, e, f = model, model.hidden, model.intermediate
         q = m.heads * m.head_dim
         self.layers = []
-        for _ in range(m.layers):
+        depth = 1 if bench.dry else m.layers
+        for _ in range(depth):
             layer = {
                 "qkv": bench.normal(m.qkv, e, scale=e**-0.5), "o": bench.normal(e, q, scale=0.2 * q**-0.5),
                 "gate_up": bench.normal(2 * f, e, scale=e**-0.5), "down": bench.normal(e, f, scale=0.5 * f**-0.5),
@@ -513,7 +514,7 @@ class DecodeStep:
         self.angles = bench.angles(m.head_dim)
         self.table, pages = bench.table(rows, context // page + 1)
         shape = (pages, m.kv_heads, page, m.head_dim)
-        self.k, self.v = ([bench.normal(*shape) for _ in range(m.layers)] for _ in range(2))
+        self.k, self.v = ([bench.normal(*shape) for _ in range(depth)] for _ in range(2))
         at = lambda value: torch.full((rows,), value, dtype=torch.int32, device=bench.device)  # noqa: E731
         self.ids, self.lengths, self.positions = at(17), at(context), at(context - 1)
         self.slots = (self.table[:, (context - 1) // page] * page + (context - 1) % page).int().contiguous()
@@ -598,7 +599,7 @@ class DecodeStep:
             delta = self.delta
         norm.add_rms_norm(self.x, delta, self.final_norm, eps=1e-5, out=self.normed, pdl=pdl)
         if not self.bench.dry:
-            torch.mm(self.normed, self.head.T, out_dtype=F32, out=self.logits)
+            torch.mm(self.normed, self.head.T, out_dtype=F32, out=self.logits)  # bf16 logits would tie
 
     def truth(self) -> torch.Tensor:
         """Logits by plain torch in float32, from the same weights and pages (call it before `run` writes the new keys, or after: equal)."""
@@ -755,9 +756,9 @@ def main() -> None:
                 except Exception as problem:
                     print(f"{case.op} {case.candidate}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
                 seen += 1
-        if args.shard is None or args.shard == 0:
-            if "steps" in groups and args.dry:
-                for made, _, options, _ in step_cases(bench, models=models, quick=args.quick):
+        if "steps" in groups:
+            for index, (made, _, options, _) in enumerate(step_cases(bench, models=models, quick=args.quick)):
+                if args.shard is None or index % args.shards == args.shard:
                     made.run(**options)
         print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
         return
@@ -771,13 +772,23 @@ def main() -> None:
     limits = ceilings()
     print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
     results: list[Result] = []
+    steps: list[dict] = []
+
+    def save() -> None:
+        if args.out:
+            record = {
+                "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "command": " ".join(sys.argv),
+                "ceilings": limits, "ops": [asdict(r) for r in results], "steps": steps, "seconds": time.perf_counter() - began,
+            }  # fmt: skip
+            Path(args.out).write_text(json.dumps(record, indent=1))
+
     for case in cases():
         results.append(measured(case, limits))
         if results[-1].note:
             print(f"! {case.op} {case.candidate}: {results[-1].note}", flush=True)
     print(f"# {len(results)} candidates by {time.perf_counter() - began:.0f} s", flush=True)
+    save()
     torch.cuda.empty_cache()
-    steps: list[dict] = []
     if "steps" in groups:
         previous = None
         for made, candidate, options, context in step_cases(bench, models=models, quick=args.quick):
@@ -796,16 +807,11 @@ def main() -> None:
             except Exception as problem:
                 row["note"] = f"{type(problem).__name__}: {str(problem)[:200]}"
             steps.append(row)
+            save()
             print("step", {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
             del made
             torch.cuda.empty_cache()
-    if args.out:
-        name = torch.cuda.get_device_name()
-        record = {
-            "card": name, "torch": torch.__version__, "triton": triton.__version__, "command": " ".join(sys.argv), "ceilings": limits,
-            "ops": [asdict(r) for r in results], "steps": steps, "seconds": time.perf_counter() - began,
-        }  # fmt: skip
-        Path(args.out).write_text(json.dumps(record, indent=1))
+    save()
     print(f"{'op':50} {'candidate':34} {'us':>9} {'GB/s':>6} {'TF/s':>6} {'frac':>5} error")
     for op in dict.fromkeys(r.op for r in results):
         ranked = sorted((r for r in results if r.op == op and not r.note), key=lambda r: r.us)

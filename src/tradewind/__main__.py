@@ -1,6 +1,6 @@
 """`python -m tradewind`, and the program `tradewind`.
 
-Knows: how Ctrl-C is heard wherever it falls: before anything is imported, inside a callback, after everything is done.
+Knows: how Ctrl-C is heard wherever it falls: during imports, inside a callback, after everything is done.
 Refuses to know: commands (cli).
 """
 
@@ -14,13 +14,23 @@ import time
 def main() -> int:
     """Runs the command line and returns its exit code. For a process of its own: changes how the interpreter handles Ctrl-C."""
     sys.unraisablehook = _press_again
+    pressed: list[int] = []
+    code = 130
     try:
+        import signal
+
+        # Extension modules lose an exception that meets them while they are imported: Ctrl-C is held back for these milliseconds.
+        signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+        import msgspec  # noqa: F401
+
         from tradewind.cli import main as command
 
-        code = command()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not pressed:
+            code = command()
     except KeyboardInterrupt:
-        code = 130
-    import signal  # takes milliseconds itself, in which Ctrl-C may come
+        pass
+    import signal
 
     # Nothing is left to clean up: from here on Ctrl-C just ends the process, without a traceback from the interpreter's own ending.
     signal.signal(signal.SIGINT, signal.SIG_IGN if code == 130 else signal.SIG_DFL)

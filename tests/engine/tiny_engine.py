@@ -19,6 +19,7 @@ from tradewind.config.goals import Goals, Means
 from tradewind.contract.events import Event, Sink, TokensOut
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.kernels.cpu import library
+from tradewind.llm import LLM, AsyncLLM
 from tradewind.serving.intake import Intake, Limits
 
 VOCAB = 260
@@ -49,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
 def write_checkpoint(kind: str, folder: Path) -> Path:
@@ -64,7 +66,9 @@ def write_checkpoint(kind: str, folder: Path) -> Path:
     def norm(size: int = hidden) -> np.ndarray:
         return (draw.uniform(0.5, 1.5, size) - (1.0 if gemma else 0.0)).astype(np.float32)
 
-    tensors = {"model.embed_tokens.weight": matrix(VOCAB, hidden) * 4, "model.norm.weight": norm()}
+    # Tied embeddings that outweigh the layers would repeat the token that came in, whatever was drawn before.
+    scale = 0.4 if gemma else 4.0
+    tensors = {"model.embed_tokens.weight": matrix(VOCAB, hidden) * scale, "model.norm.weight": norm()}
     if not gemma:
         tensors["lm_head.weight"] = matrix(VOCAB, hidden) * 2
     for layer in range(3):
@@ -96,6 +100,7 @@ def write_checkpoint(kind: str, folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return folder
 
 
@@ -161,3 +166,20 @@ def prompts(count: int, *, seed: int = 0, low: int = 3, high: int = 90) -> list[
     """Random prompts of mixed lengths."""
     draw = np.random.default_rng(seed)
     return [draw.integers(0, 256, draw.integers(low, high)).tolist() for _ in range(count)]
+
+
+def open_llm(folder: Path, *, asynchronous: bool = False, **options: Any) -> Any:
+    """The Python face (LLM, or AsyncLLM when `asynchronous`) on the checkpoint; the caller closes it."""
+    if why := library.why_not():
+        pytest.skip(why)
+    return (AsyncLLM if asynchronous else LLM)(
+        str(folder), **{"threads": 1, "kv_format": "f32", "compute": "f32", **options}
+    )
+
+
+def nothing_is_held(llm: LLM) -> bool:
+    """Whether no request is open and every page is free or kept by the prefix cache alone."""
+    scheduler = llm.engine.client._loop.scheduler
+    llm.forget()
+    pools = scheduler.cache.pools
+    return scheduler.idle and scheduler.unfinished == 0 and all(pool.free == pool.total - 1 for pool in pools)

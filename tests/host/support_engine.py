@@ -29,7 +29,11 @@ def group(index: int = 0, *, window: int | None = None, page_tokens: int = 4) ->
 
 
 def cache_plan(
-    *, pages: Sequence[int] = (65,), windows: Sequence[int | None] = (None,), page_tokens: int = 4, prefix_cache: bool = True
+    *,
+    pages: Sequence[int] = (65,),
+    windows: Sequence[int | None] = (None,),
+    page_tokens: int = 4,
+    prefix_cache: bool = True,
 ) -> CachePlan:
     groups = tuple(group(i, window=w, page_tokens=page_tokens) for i, w in enumerate(windows))
     return CachePlan(groups=groups, pages=tuple(pages), page_tokens=page_tokens, prefix_cache=prefix_cache)
@@ -87,9 +91,7 @@ class Engine:
             **{"delay_s": 0.01, **device},
         )
         self.events: list[Any] = []
-        self.loop = EngineLoop(
-            scheduler=self.scheduler, executor=self.device, clock=self.clock.now, sinks=(self,)
-        )
+        self.loop = EngineLoop(scheduler=self.scheduler, executor=self.device, clock=self.clock.now, sinks=(self,))
         self.client = LocalClient(self.loop)
 
     def take(self, event: Any) -> None:

@@ -37,6 +37,7 @@ def test_streams_of_several_handles_driven_by_the_reader() -> None:
     assert second.done, "reading one drives all"
     assert [t for event in second for t in event.tokens] == second.tokens and len(second.tokens) == 3
     assert second.result().finish == "length" and second.result().generated_tokens == 3
+    assert list(second) == [] and second.take() == [], "nothing comes after the end"
 
 
 def test_without_streaming_only_the_last_event_is_kept() -> None:
@@ -247,7 +248,9 @@ def test_ctrl_c_while_driving_is_raised_between_turns_and_the_engine_goes_on() -
     handle.cancel()
     assert handle.result().finish == "abort"
     again = engine.client.submit(request("b", prompt(5), max_tokens=6))
-    assert again.result().finish == "length" and again.tokens == expected_tokens(prompt(5), 6, groups=engine.cache.groups)
+    assert again.result().finish == "length" and again.tokens == expected_tokens(
+        prompt(5), 6, groups=engine.cache.groups
+    )
     engine.scheduler.check()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

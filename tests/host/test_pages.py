@@ -42,7 +42,9 @@ def test_misuse_is_noticed() -> None:
             wrong(page)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "drop", "adopt", "forget"]), st.integers(1, 7)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "share", "drop", "adopt", "forget"]), st.integers(1, 7)), max_size=60)
+)
 def test_counts_equal_a_recount_after_any_legal_operations(operations: list[tuple[str, int]]) -> None:
     pool = PagePool(8)
     for what, page in operations:

@@ -124,7 +124,11 @@ def check_answers(engine: Engine, accepted: dict[str, Request]) -> None:
         sampling = wanted.sampling
         expected = expected_tokens(wanted.tokens, wanted.max_tokens, groups=engine.cache.groups)
         stop = next(
-            (i for i, t in enumerate(expected) if t in wanted.eos_ids and i >= sampling.min_tokens and not sampling.ignore_eos),
+            (
+                i
+                for i, t in enumerate(expected)
+                if t in wanted.eos_ids and i >= sampling.min_tokens and not sampling.ignore_eos
+            ),
             None,
         )
         assert answers[name] == expected[: len(answers[name])], f"{name} differs from what it gets alone"

@@ -59,7 +59,9 @@ def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
     play(engine)
     assert finished(engine)["a"].finish == "length"
     narrow = Engine(cache=cache_plan(pages=(100, 9), windows=(None, 8)), schedule=schedule_plan(max_tokens_per_step=16))
-    with pytest.raises(LimitError, match=r"window of 8 tokens then hold 44 tokens \(11 pages\).*12 tokens \(3 pages\) short"):
+    with pytest.raises(
+        LimitError, match=r"window of 8 tokens then hold 44 tokens \(11 pages\).*12 tokens \(3 pages\) short"
+    ):
         narrow.scheduler.add(request("a", prompt(100), max_tokens=20), 0.0)
 
 
@@ -100,7 +102,7 @@ def test_a6_many_long_requests_on_a_pool_for_two_all_finish() -> None:
         waiting.append(engine.scheduler.waiting)
     assert waiting[0] == 18 and waiting[-1] == 0 and sorted(waiting, reverse=True) == waiting
     assert engine.of(StepDone)[0].waiting == 18
-    assert engine.of(Delayed)[0].reason == "needs 11 pages, 6 are free"
+    assert engine.of(Delayed)[0].reason == "needs 11 more pages, 6 are free"
     answers_alone(engine, *wanted)
 
 
@@ -164,7 +166,7 @@ def test_a15_small_ones_pass_a_big_one_that_does_not_fit_until_it_is_old() -> No
     passed = [e for name, e in scheduled.items() if name.startswith("s") and e.at_s < scheduled["big"].at_s]
     assert len(passed) > 3 and all(e.at_s <= 1.1 for e in passed), "nothing passes once it is old"
     assert scheduled["big"].waited_s <= 1.0 + 60 * 0.05 + 0.2, "it starts as soon as those before it have drained"
-    assert engine.of(Delayed, "big")[0].reason.startswith("needs 91 pages")
+    assert engine.of(Delayed, "big")[0].reason.startswith("needs 91 more pages")
     play(engine)
     assert finished(engine)["big"].finish == "length"
 
@@ -225,7 +227,9 @@ def test_a3_five_hundred_cycles_of_cancels_leave_every_slot_and_page_free() -> N
     for cycle in range(500):
         names = [f"{cycle}.{i}" for i in range(16)]
         for i, name in enumerate(names):
-            engine.scheduler.add(request(name, prompt(chance.randint(1, 40), seed=i + 1), max_tokens=6), engine.clock.now())
+            engine.scheduler.add(
+                request(name, prompt(chance.randint(1, 40), seed=i + 1), max_tokens=6), engine.clock.now()
+            )
         doomed = chance.sample(names, 8)
         while engine.loop.busy:
             if doomed and chance.random() < 0.7:
@@ -309,7 +313,9 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
     engine = Engine(schedule=schedule_plan(max_tokens_per_step=16))
     engine.scheduler.add(request("a", prompt(30), max_tokens=2), 0.0)
     play(engine)
-    wanted = request("b", prompt(30), max_tokens=3, sampling=SamplingParams(temperature=0, prompt_logprobs=1, logprobs=2))
+    wanted = request(
+        "b", prompt(30), max_tokens=3, sampling=SamplingParams(temperature=0, prompt_logprobs=1, logprobs=2)
+    )
     engine.scheduler.add(wanted, engine.clock.now())
     play(engine)
     assert engine.of(Scheduled, "b")[0].cached_tokens == 0

@@ -46,8 +46,16 @@ def put(kv: KVLayer, slots: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 
 def make(
-    ops: CpuOps, rng: np.random.Generator, shapes: list[tuple[int, int]], *, heads: int, kv_heads: int, dim: int, page_tokens: int = 16,
-    format: str = "f32", shared: int = 0,
+    ops: CpuOps,
+    rng: np.random.Generator,
+    shapes: list[tuple[int, int]],
+    *,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_tokens: int = 16,
+    format: str = "f32",
+    shared: int = 0,
 ) -> Case:
     """shapes: (new tokens, length) of each row. shared: so many leading tokens lie in the same pages for all rows."""
     pages = [-(-length // page_tokens) for _, length in shapes]
@@ -72,12 +80,17 @@ def make(
         values.append(v)
     starts = np.concatenate([[0], np.cumsum([n for n, _ in shapes])]).astype(np.int32)
     rows = PagedRows(
-        query_start=starts, lengths=np.array([length for _, length in shapes], np.int32), page_table=table, rows=count(len(shapes))
+        query_start=starts,
+        lengths=np.array([length for _, length in shapes], np.int32),
+        page_table=table,
+        rows=count(len(shapes)),
     )
     return Case(heads, kv, rows, floats(rng, int(starts[-1]), heads * dim), keys, values)
 
 
-def oracle(case: Case, *, scale: float, window: int | None = None, softcap: float | None = None, sinks: Any = None) -> Any:
+def oracle(
+    case: Case, *, scale: float, window: int | None = None, softcap: float | None = None, sinks: Any = None
+) -> Any:
     out = np.zeros(case.q.shape)
     dim, group = case.kv.head_dim, case.heads // case.kv.kv_heads
     for row, length in enumerate(case.rows.lengths):
@@ -93,7 +106,9 @@ def oracle(case: Case, *, scale: float, window: int | None = None, softcap: floa
                 peak = max(s.max(), -np.inf if sinks is None else sinks[head])
                 p = np.exp(s - peak)
                 total = p.sum() + (0 if sinks is None else np.exp(sinks[head] - peak))
-                out[token, head * dim : (head + 1) * dim] = p @ case.values[row][first : position + 1, head // group] / total
+                out[token, head * dim : (head + 1) * dim] = (
+                    p @ case.values[row][first : position + 1, head // group] / total
+                )
     return out
 
 
@@ -120,14 +135,30 @@ def test_mixed_rows(isa: int, threads: int) -> None:
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page_tokens"),
-    [(1, 1, 32, 16), (4, 4, 48, 32), (8, 2, 80, 16), (7, 1, 96, 48), (16, 1, 112, 64), (5, 5, 128, 16), (4, 1, 256, 256), (71, 1, 16, 16)],
+    [
+        (1, 1, 32, 16),
+        (4, 4, 48, 32),
+        (8, 2, 80, 16),
+        (7, 1, 96, 48),
+        (16, 1, 112, 64),
+        (5, 5, 128, 16),
+        (4, 1, 256, 256),
+        (71, 1, 16, 16),
+    ],
 )
 def test_shapes(isa: int, heads: int, kv_heads: int, dim: int, page_tokens: int) -> None:
     rng = np.random.default_rng(dim)
     with cpu_ops(isa=isa) as ops:
         for format in ("f32", "f16"):
             case = make(
-                ops, rng, [(1, 270), (5, 9), (1, 40), (18, 275)], heads=heads, kv_heads=kv_heads, dim=dim, page_tokens=page_tokens, format=format
+                ops,
+                rng,
+                [(1, 270), (5, 9), (1, 40), (18, 275)],
+                heads=heads,
+                kv_heads=kv_heads,
+                dim=dim,
+                page_tokens=page_tokens,
+                format=format,
             )
             assert error(run(ops, case), oracle(case, scale=dim**-0.5)) < 1e-6
 
@@ -140,7 +171,9 @@ def test_window_softcap_sinks(isa: int) -> None:
         for window in (None, 1, 5, 16, 100, 257, 1000):
             for softcap in (None, 2.0):
                 for given in (None, sinks):
-                    case = make(ops, rng, [(1, 1), (3, 300), (1, 530), (40, 60)], heads=6, kv_heads=2, dim=32, format="f16")
+                    case = make(
+                        ops, rng, [(1, 1), (3, 300), (1, 530), (40, 60)], heads=6, kv_heads=2, dim=32, format="f16"
+                    )
                     options: dict[str, Any] = {"scale": 0.4, "window": window, "softcap": softcap, "sinks": given}
                     expected = oracle(case, **options)
                     if window is not None:
@@ -208,7 +241,9 @@ def test_long_row_alone_is_spread_over_threads() -> None:
     results = []
     for threads in (1, 2, 3):
         with cpu_ops(threads=threads) as ops:
-            case = make(ops, np.random.default_rng(9), [(1, 3000)], heads=4, kv_heads=2, dim=64, format="f16", page_tokens=64)
+            case = make(
+                ops, np.random.default_rng(9), [(1, 3000)], heads=4, kv_heads=2, dim=64, format="f16", page_tokens=64
+            )
             results.append(run(ops, case, sinks=np.array([0.5, 1, -1, 3], np.float32)))
     assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
     assert error(results[0], oracle(case, scale=0.125, sinks=[0.5, 1, -1, 3])) < 1e-6

@@ -18,8 +18,12 @@ def test_rows(isa: int, format: str) -> None:
     rows, cols = 23, 3 * block.values_per_block if block.values_per_block > 1 else 37
     raw = rng.integers(0, 256, (rows * cols // block.values_per_block, block.bytes_per_block), np.uint8)
     if format in ("F32", "F16", "BF16"):
-        values = rng.standard_normal((rows * cols)).astype(np.float32)
-        raw = {"F32": values.view(np.uint8), "F16": values.astype(np.float16).view(np.uint8), "BF16": (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)}[format]
+        values = rng.standard_normal(rows * cols).astype(np.float32)
+        raw = {
+            "F32": values.view(np.uint8),
+            "F16": values.astype(np.float16).view(np.uint8),
+            "BF16": (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8),
+        }[format]
     else:
         # Scales must be finite: where a block has float16 numbers, their exponents are made small.
         places = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}.get(format, (0, 2))
@@ -33,7 +37,9 @@ def test_rows(isa: int, format: str) -> None:
             out = np.full((9, cols), 7, np.float32)
             ops.embed(ids, table, scale=1.0, out=out, count=count(live))
             # Formats with a minimum may fuse its addition, which saves a rounding; the others are exact.
-            assert np.abs(out[:live] - expected[ids[:live]]).max() <= np.abs(expected).max() * (2e-7 if "1" in format or "K" in format else 0)
+            assert np.abs(out[:live] - expected[ids[:live]]).max() <= np.abs(expected).max() * (
+                2e-7 if "1" in format or "K" in format else 0
+            )
             assert (out[live:] == 7).all()
             ops.embed(ids, table, scale=24.0, out=out, count=count(9))
             assert np.allclose(out, 24 * expected[ids], rtol=1e-6, atol=1e-6 * np.abs(expected).max() * 24)

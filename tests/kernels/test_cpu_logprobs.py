@@ -13,10 +13,22 @@ from tradewind.kernels.cpu.ops import CpuOps
 
 def run(ops: CpuOps, logits: Any, tokens: Any, top: int, live: int | None = None) -> tuple[Any, Any, Any, Any]:
     rows = len(logits)
-    out = np.full(rows, 7, np.float32), np.full(rows, 7, np.int32), np.full((rows, top), 7, np.int32), np.full((rows, top), 7, np.float32)
+    out = (
+        np.full(rows, 7, np.float32),
+        np.full(rows, 7, np.int32),
+        np.full((rows, top), 7, np.int32),
+        np.full((rows, top), 7, np.float32),
+    )
     kept = logits.tobytes()
     ops.logprobs(
-        logits, tokens, top=top, out_logprob=out[0], out_rank=out[1], out_ids=out[2], out_top=out[3], count=count(rows if live is None else live)
+        logits,
+        tokens,
+        top=top,
+        out_logprob=out[0],
+        out_rank=out[1],
+        out_ids=out[2],
+        out_top=out[3],
+        count=count(rows if live is None else live),
     )
     assert logits.tobytes() == kept
     return out

@@ -52,7 +52,15 @@ class Runner:
         build: Any = matrix.gated_linear_words if activation else matrix.linear_words
         bias_at = 0 if bias is None else bias.ctypes.data
         words = build(
-            wide.ctypes.data, k + pad, packed, bias_at, out.ctypes.data, outputs + pad, count.ctypes.data, scratch.ctypes.data, *activation
+            wide.ctypes.data,
+            k + pad,
+            packed,
+            bias_at,
+            out.ctypes.data,
+            outputs + pad,
+            count.ctypes.data,
+            scratch.ctypes.data,
+            *activation,
         )
         assert self.lib.tw_op_args(self.ids[op]) == len(words)
         tape = np.array([self.ids[op], len(words), *words], np.int64)
@@ -70,7 +78,9 @@ def runners(lib: ctypes.CDLL) -> Iterator[dict[tuple[int, int], Runner]]:
     ids = {lib.tw_op_name(i).decode(): i for i in range(lib.tw_op_count())}
     best = lib.tw_detect_isa()
     made = {
-        (isa, threads): Runner(lib, ctypes.c_void_p(lib.tw_team_new(threads, isa)), ids) for isa in range(best + 1) for threads in (1, 2, 3)
+        (isa, threads): Runner(lib, ctypes.c_void_p(lib.tw_team_new(threads, isa)), ids)
+        for isa in range(best + 1)
+        for threads in (1, 2, 3)
     }
     yield made
     for runner in made.values():
@@ -113,7 +123,9 @@ def quantised(x: Any, group: int) -> Any:
     return (np.float64(q) * (top / np.float32(127))).reshape(rows, -1)[:, :k]
 
 
-def random_quants(n: int, k: int, bits: int, group: int, seed: int, *, half: bool, symmetric: bool) -> tuple[Any, Any, Any]:
+def random_quants(
+    n: int, k: int, bits: int, group: int, seed: int, *, half: bool, symmetric: bool
+) -> tuple[Any, Any, Any]:
     rng = np.random.default_rng(seed)
     q = rng.integers(0, 1 << bits, (n, k)).astype(np.uint8)
     scale = (rng.normal(size=(n, k // group)) * 0.02).astype(np.float32)
@@ -167,7 +179,11 @@ def test_packed_floats(lib: ctypes.CDLL, source: str, layout: Any) -> None:
         values = np.random.default_rng(k).normal(size=(n, k)).astype(np.float32)
         values.reshape(-1)[0] = 6e-8  # a float16 denormal
         stored = {"F32": values, "F16": values.astype(np.float16), "BF16": as_bf16(values)}[source]
-        exact = {"F32": values, "F16": values.astype(np.float16).astype(np.float32), "BF16": from_bf16(as_bf16(values))}[source]
+        exact = {
+            "F32": values,
+            "F16": values.astype(np.float16).astype(np.float32),
+            "BF16": from_bf16(as_bf16(values)),
+        }[source]
         packed = matrix.pack_blocks(lib, stored.view(np.uint8), source, n, k, float_layout=layout)
         expected = exact if layout == "f32" else from_bf16(as_bf16(exact))
         np.testing.assert_array_equal(matrix.unpack(lib, packed), expected)
@@ -190,18 +206,24 @@ def test_packed_quants_keep_every_value(lib: ctypes.CDLL, bits: int, group: int,
         for n, k in ((1, 192), (33, 576)):
             q, scale, minimum = random_quants(n, k, bits, group, 3, half=half, symmetric=symmetric)
             packed = matrix.pack_quant(lib, q, scale, minimum, bits)
-            expected = (q.reshape(n, -1, group).astype(np.float32) * scale[..., None] + minimum[..., None]).reshape(n, k)
+            expected = (q.reshape(n, -1, group).astype(np.float32) * scale[..., None] + minimum[..., None]).reshape(
+                n, k
+            )
             np.testing.assert_array_equal(matrix.unpack(lib, packed), expected)
 
 
 def test_stacked_and_gated_keep_the_order(lib: ctypes.CDLL) -> None:
     parts = [matrix.pack_blocks(lib, random_blocks("Q5_1", n, 96, n), "Q5_1", n, 96) for n in (32, 16, 9)]
     stacked = matrix.pack_stacked(lib, parts)
-    np.testing.assert_array_equal(matrix.unpack(lib, stacked), np.concatenate([matrix.unpack(lib, part) for part in parts]))
+    np.testing.assert_array_equal(
+        matrix.unpack(lib, stacked), np.concatenate([matrix.unpack(lib, part) for part in parts])
+    )
     gate, up = (matrix.pack_blocks(lib, random_blocks("Q4_0", 40, 64, seed), "Q4_0", 40, 64) for seed in (1, 2))
     gated = matrix.pack_gated(lib, gate, up)
     assert gated.gated and gated.n == 80
-    np.testing.assert_array_equal(matrix.unpack(lib, gated), np.concatenate([matrix.unpack(lib, gate), matrix.unpack(lib, up)]))
+    np.testing.assert_array_equal(
+        matrix.unpack(lib, gated), np.concatenate([matrix.unpack(lib, gate), matrix.unpack(lib, up)])
+    )
 
 
 def test_bad_matrices_are_refused(lib: ctypes.CDLL) -> None:
@@ -331,11 +353,17 @@ def test_gated_linear(runners: Any, lib: ctypes.CDLL, isa: int, activation: str,
 @isas
 def test_the_activation_is_accurate_over_its_whole_range(runners: Any, lib: ctypes.CDLL, isa: int) -> None:
     runner = pick(runners, isa)
-    gate = np.concatenate([np.linspace(-87, 100, 4001), np.logspace(-30, 2, 333), -np.logspace(-30, 1.9, 333), [0.0]]).astype(np.float32)
-    packed = matrix.pack_gated(lib, matrix.pack_f32(lib, np.array([[1.0, 0.0]])), matrix.pack_f32(lib, np.array([[0.0, 1.0]])))
+    gate = np.concatenate(
+        [np.linspace(-87, 100, 4001), np.logspace(-30, 2, 333), -np.logspace(-30, 1.9, 333), [0.0]]
+    ).astype(np.float32)
+    packed = matrix.pack_gated(
+        lib, matrix.pack_f32(lib, np.array([[1.0, 0.0]])), matrix.pack_f32(lib, np.array([[0.0, 1.0]]))
+    )
     x = np.stack([gate, np.ones_like(gate)], axis=1)
     exact = np.float64(gate)
-    np.testing.assert_allclose(runner.gated(x, packed, "silu")[:, 0], exact / (1 + np.exp(-exact)), rtol=2e-6, atol=1e-37)
+    np.testing.assert_allclose(
+        runner.gated(x, packed, "silu")[:, 0], exact / (1 + np.exp(-exact)), rtol=2e-6, atol=1e-37
+    )
     inner = 2 * np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)
     expected = exact / (1 + np.exp(-np.clip(inner, -700, 700)))
     # exp magnifies the rounding of its argument: relative 1e-7 of |inner| <= 87.

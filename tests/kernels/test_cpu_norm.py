@@ -49,7 +49,9 @@ def test_a_row_does_not_know_its_neighbours() -> None:
             results.append(out)
             for i in range(9):
                 alone = np.empty((1, 576), np.float32)
-                ops.add_rms_norm(x[i : i + 1].copy(), delta[i : i + 1].copy(), weight, eps=1e-6, out=alone, count=count(1))
+                ops.add_rms_norm(
+                    x[i : i + 1].copy(), delta[i : i + 1].copy(), weight, eps=1e-6, out=alone, count=count(1)
+                )
                 assert alone.tobytes() == out[i : i + 1].tobytes()
     assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
     assert np.isnan(results[0][3]).all()
@@ -58,7 +60,9 @@ def test_a_row_does_not_know_its_neighbours() -> None:
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_softcap_matches_over_the_whole_range(isa: int) -> None:
-    x = np.concatenate([np.linspace(-400, 400, 5001), np.geomspace(1e-6, 1e3, 999), [0.0, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    x = np.concatenate(
+        [np.linspace(-400, 400, 5001), np.geomspace(1e-6, 1e3, 999), [0.0, np.inf, -np.inf, np.nan]]
+    ).astype(np.float32)
     x = x.reshape(4, -1)
     with cpu_ops(isa=isa) as ops:
         out = x.copy()

@@ -41,7 +41,10 @@ def test_angles_use_the_float32_product() -> None:
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("format", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "width"), [(9, 3, 64, 64), (4, 1, 32, 16), (2, 2, 80, 40), (3, 1, 256, 256), (1, 1, 16, 0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "width"),
+    [(9, 3, 64, 64), (4, 1, 32, 16), (2, 2, 80, 40), (3, 1, 256, 256), (1, 1, 16, 0)],
+)
 def test_store(isa: int, format: str, heads: int, kv_heads: int, dim: int, width: int) -> None:
     rng = np.random.default_rng(dim + width)
     page_tokens, tokens = 32, 70
@@ -55,10 +58,23 @@ def test_store(isa: int, format: str, heads: int, kv_heads: int, dim: int, width
             out = np.full((tokens, heads * dim), 7, np.float32)
             before = (kv.k.copy(), kv.v.copy())
             ops.rope_store(
-                qkv, angles, slots, kv, heads=heads, q_weight=q_weight, k_weight=k_weight, eps=1e-6, out=out, count=count(live)
+                qkv,
+                angles,
+                slots,
+                kv,
+                heads=heads,
+                q_weight=q_weight,
+                k_weight=k_weight,
+                eps=1e-6,
+                out=out,
+                count=count(live),
             )
             parts = qkv.reshape(tokens, -1, dim)
-            q, k, v = parts[:, :heads].astype(np.float64), parts[:, heads : heads + kv_heads].astype(np.float64), parts[:, heads + kv_heads :]
+            q, k, v = (
+                parts[:, :heads].astype(np.float64),
+                parts[:, heads : heads + kv_heads].astype(np.float64),
+                parts[:, heads + kv_heads :],
+            )
             if norm:
                 q, k = normed(q, q_weight, 1e-6), normed(k, k_weight, 1e-6)
             assert error(out[:live], rotated(q, angles).reshape(tokens, -1)[:live]) < 3e-7
@@ -76,8 +92,17 @@ def test_store(isa: int, format: str, heads: int, kv_heads: int, dim: int, width
 @pytest.mark.parametrize("isa", LEVELS)
 def test_values_are_rounded_to_even_and_saturate(isa: int) -> None:
     rng = np.random.default_rng(3)
-    bits = np.concatenate([rng.integers(0, 1 << 32, 4000), np.arange(0x33000000, 0x33000000 + 200), np.arange(0x38700000, 0x38900000, 1 << 11)])
-    special = np.array([0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.996, 65520, 1e30, -1e30, 3.4e38, -3.4e38, 2**-24, 2**-25, 6e-8], np.float32)
+    bits = np.concatenate(
+        [
+            rng.integers(0, 1 << 32, 4000),
+            np.arange(0x33000000, 0x33000000 + 200),
+            np.arange(0x38700000, 0x38900000, 1 << 11),
+        ]
+    )
+    special = np.array(
+        [0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519.996, 65520, 1e30, -1e30, 3.4e38, -3.4e38, 2**-24, 2**-25, 6e-8],
+        np.float32,
+    )
     values = np.concatenate([bits.astype(np.uint32).view(np.float32), special])
     values = np.resize(values, (-(-len(values) // 16), 16)).astype(np.float32)
     tokens = len(values)
@@ -86,8 +111,8 @@ def test_values_are_rounded_to_even_and_saturate(isa: int) -> None:
         for format in ("f16", "bf16"):
             kv = ops.kv_layer(pages=-(-tokens // 16), page_tokens=16, kv_heads=1, head_dim=16, format=format)
             ops.rope_store(
-                qkv, np.zeros((tokens, 0), np.float32), np.arange(tokens, dtype=np.int32), kv, heads=1, q_weight=None, k_weight=None, eps=0.0,
-                out=np.empty((tokens, 16), np.float32), count=count(tokens),
+                qkv, np.zeros((tokens, 0), np.float32), np.arange(tokens, dtype=np.int32), kv, heads=1, q_weight=None, k_weight=None,
+                eps=0.0, out=np.empty((tokens, 16), np.float32), count=count(tokens),
             )  # fmt: skip
             got = ops.host(kv.v).reshape(-1, 16)[:tokens].astype(np.float32)
             if format == "f16":

@@ -39,7 +39,8 @@ def columns(rows: list[Row], vocab: int) -> tuple[SampleColumns, list[Any]]:
         history=np.array([h.ctypes.data for h in histories], np.int64), history_prompt=column("history_prompt", 0, np.int32),
         history_length=np.array([len(h) for h in histories], np.int32),
         bias_start=np.concatenate([[0], np.cumsum([len(b) for b in biases])]).astype(np.int32),
-        bias_token=np.array([t for b in biases for t in b], np.int32), bias_value=np.array([v for b in biases for v in b.values()], np.float32),
+        bias_token=np.array([t for b in biases for t in b], np.int32),
+        bias_value=np.array([v for b in biases for v in b.values()], np.float32),
         mask=mask,
     ), histories  # fmt: skip
 
@@ -160,7 +161,9 @@ def test_distribution(setting: Row) -> None:
         for key, value in setting.items()
         if key in ("repetition", "presence", "frequency", "history", "history_prompt", "bias", "allowed")
     }
-    steered = reference.steered(torch.from_numpy(logits[0].astype(np.float64)), **given) / setting.get("temperature", 1.0)
+    steered = reference.steered(torch.from_numpy(logits[0].astype(np.float64)), **given) / setting.get(
+        "temperature", 1.0
+    )
     kept = {key: setting[key] for key in ("top_k", "top_p", "min_p") if key in setting}
     p = reference.kept_probabilities(steered, **kept).numpy()
     p = p / p.sum()
@@ -222,5 +225,11 @@ def test_greedy_takes_the_lowest_id_and_extremes_hold(isa: int) -> None:
         logits[1, 8999] = -3e38
         logits[2, 17] = 3e38
         logits[3, 17] = 1e-5
-        rows: list[Row] = [{"temperature": 0}, {}, {"temperature": 0.01, "top_p": 0.5}, {"temperature": 1e-45, "top_k": 5}, {"top_p": 1e-9}]
+        rows: list[Row] = [
+            {"temperature": 0},
+            {},
+            {"temperature": 0.01, "top_p": 0.5},
+            {"temperature": 1e-45, "top_k": 5},
+            {"top_p": 1e-9},
+        ]
         assert draw(ops, logits, rows).tolist() == [4096, 8999, 17, 17, 0]

@@ -26,7 +26,10 @@ class Step:
         self.ids, self.positions, self.slots = (take((CAPACITY,), "i32") for _ in range(3))
         self.index = take((8,), "i32")
         self.rows = PagedRows(
-            query_start=take((9,), "i32"), lengths=take((8,), "i32"), page_table=take((8, 40), "i32"), rows=self.rows_count
+            query_start=take((9,), "i32"),
+            lengths=take((8,), "i32"),
+            page_table=take((8, 40), "i32"),
+            rows=self.rows_count,
         )
         self.kv = ops.kv_layer(pages=330, page_tokens=PAGE, kv_heads=KV_HEADS, head_dim=DIM, format="f16")
         self.table = ops.row_table(floats(rng, VOCAB, HIDDEN).view(np.uint8), "F32", rows=VOCAB, cols=HIDDEN)
@@ -44,7 +47,11 @@ class Step:
         self.x, self.h, self.att = (take((CAPACITY, n), "f32") for n in (HIDDEN, HIDDEN, HEADS * DIM))
         self.qkv = take((CAPACITY, (HEADS + 2 * KV_HEADS) * DIM), "f32")
         self.q, self.act = take((CAPACITY, HEADS * DIM), "f32"), take((CAPACITY, FFN), "f32")
-        self.angles, self.last, self.logits = take((CAPACITY, DIM), "f32"), take((8, HIDDEN), "f32"), take((8, VOCAB), "f32")
+        self.angles, self.last, self.logits = (
+            take((CAPACITY, DIM), "f32"),
+            take((8, HIDDEN), "f32"),
+            take((8, VOCAB), "f32"),
+        )
 
     def forward(self) -> None:
         ops, n = self.ops, self.count
@@ -53,10 +60,27 @@ class Step:
         ops.add_rms_norm(self.x, None, self.norm, eps=1e-5, out=self.h, count=n)
         ops.linear(self.h, self.qkv_weight, bias=None, out=self.qkv, count=n)
         ops.rope_store(
-            self.qkv, self.angles, self.slots, self.kv, heads=HEADS, q_weight=None, k_weight=None, eps=0.0, out=self.q, count=n
+            self.qkv,
+            self.angles,
+            self.slots,
+            self.kv,
+            heads=HEADS,
+            q_weight=None,
+            k_weight=None,
+            eps=0.0,
+            out=self.q,
+            count=n,
         )
         ops.attention(
-            self.q, self.kv, self.rows, heads=HEADS, scale=DIM**-0.5, window=None, softcap=None, sinks=None, out=self.att
+            self.q,
+            self.kv,
+            self.rows,
+            heads=HEADS,
+            scale=DIM**-0.5,
+            window=None,
+            softcap=None,
+            sinks=None,
+            out=self.att,
         )
         ops.linear(self.att, self.o_weight, bias=None, out=self.h, count=n)
         ops.add_rms_norm(self.x, self.h, self.norm, eps=1e-5, out=self.h, count=n)
@@ -151,7 +175,9 @@ def test_what_cannot_be_recorded() -> None:
                 lambda: ops.host(x),
                 lambda: ops.constant(x),
                 lambda: ops.pack_matrix(x, compute="f32"),
-                lambda: ops.copy_pages(ops.kv_layer(pages=2, page_tokens=16, kv_heads=1, head_dim=16, format="f32"), x[0], x[0]),
+                lambda: ops.copy_pages(
+                    ops.kv_layer(pages=2, page_tokens=16, kv_heads=1, head_dim=16, format="f32"), x[0], x[0]
+                ),
             ):
                 with pytest.raises(AssertionError, match="cannot be recorded"):
                     call()
@@ -164,7 +190,14 @@ def test_what_cannot_be_recorded() -> None:
 
 def test_memory() -> None:
     with cpu_ops() as ops:
-        for shape, dtype in (((3, 5), "f32"), ((0, 4), "i32"), ((1 << 20,), "f16"), ((3, 1 << 20), "u8"), ((2, 2), "bf16"), ((5,), "i64")):
+        for shape, dtype in (
+            ((3, 5), "f32"),
+            ((0, 4), "i32"),
+            ((1 << 20,), "f16"),
+            ((3, 1 << 20), "u8"),
+            ((2, 2), "bf16"),
+            ((5,), "i64"),
+        ):
             made = ops.empty(shape, dtype)
             assert made.shape == shape
             assert made.ctypes.data % 64 == 0 or made.size == 0

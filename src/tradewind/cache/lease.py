@@ -96,7 +96,10 @@ class PageLease:
         self._peak = [0] * len(pages)
         self._dropped = [next((i for i, page in enumerate(own) if page != NULL_PAGE), len(own)) for own in pages]
         self.edits: list[PageEdit] = [
-            (group, index, page) for group, own in enumerate(pages) for index, page in enumerate(own) if page != NULL_PAGE
+            (group, index, page)
+            for group, own in enumerate(pages)
+            for index, page in enumerate(own)
+            if page != NULL_PAGE
         ]
         """Entries the device does not know yet; emptied by whoever sends them."""
 
@@ -112,7 +115,13 @@ class PageLease:
         """
         cache = self._cache
         lack = [
-            max(0, self._booked(group, most) - self._booked(group, self._peak[group]) + spare[group] - cache.available(group))
+            max(
+                0,
+                self._booked(group, most)
+                - self._booked(group, self._peak[group])
+                + spare[group]
+                - cache.available(group),
+            )
             for group, most in enumerate(peak)
         ]
         if not any(lack):
@@ -218,9 +227,7 @@ class PageLease:
     def next_slide(self) -> int:
         """The position from which on `slide` would drop a page; far away when no group slides. Changes nothing."""
         cache = self._cache
-        return min(
-            (cache.rules[group].drops_at(self._dropped[group] + 1) for group in cache.sliding), default=NEVER
-        )
+        return min((cache.rules[group].drops_at(self._dropped[group] + 1) for group in cache.sliding), default=NEVER)
 
     def reclaimable(self) -> list[int]:
         """By group, pages that become free or idle when this lease is released; changes nothing."""

@@ -108,7 +108,9 @@ class PagePool:
         """Recounts every page and raises AssertionError where the counts lie; for tests, O(total)."""
         assert self.conserved(), f"{self.free} free + {self.leased} leased + {self.in_tree} in tree != {self.total - 1}"
         free = set(self._free)
-        assert len(free) == len(self._free) and NULL_PAGE not in free, "the free list holds a page twice, or the null page"
+        assert len(free) == len(self._free) and NULL_PAGE not in free, (
+            "the free list holds a page twice, or the null page"
+        )
         leased = pinned = idle = 0
         for page in range(1, self.total):
             if page in free:

@@ -219,7 +219,9 @@ class RadixTree:
             self._lock_one(walk)
             walk = walk.parent
 
-    def _meet(self, node: Node, pages: Sequence[list[int]], at: int, run: int, swapped: list[tuple[int, int, int]]) -> None:
+    def _meet(
+        self, node: Node, pages: Sequence[list[int]], at: int, run: int, swapped: list[tuple[int, int, int]]
+    ) -> None:
         """A lease publishes chunks that the tree has: use the tree's pages, and fill its tombstones from the lease's."""
         for group, pool in enumerate(self._pools):
             own, tree = pages[group], node.pages[group]
@@ -255,7 +257,9 @@ class RadixTree:
 
     def _trim(self, leaf: Node, group: int, goal: int) -> None:
         """Cuts chunks off an unlocked leaf's end until the group has `goal` free pages; removes the leaf when it is empty."""
-        assert not leaf.children and leaf.locks == 0 and leaf.parent is not None, "eviction order: the oldest node is no free leaf"
+        assert not leaf.children and leaf.locks == 0 and leaf.parent is not None, (
+            "eviction order: the oldest node is no free leaf"
+        )
         wanted = self._pools[group]
         first_key = leaf.keys[0]
         while leaf.keys and wanted.free < goal:

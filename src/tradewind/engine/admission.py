@@ -9,6 +9,7 @@ not fit may be passed by smaller ones while it is young; once older than the age
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tradewind.cache.lease import PageLease, common_chunks
 from tradewind.cache.pages import NULL_PAGE
@@ -20,8 +21,8 @@ from tradewind.engine.queue import Policy, WaitingQueue
 from tradewind.engine.running import Running
 from tradewind.engine.sequence import Sequence, State
 
-SCAN_PAST_HEAD = 32
-"""How many waiting sequences are tried behind one that does not fit."""
+MISSES_PER_STEP = 16
+"""So many waiting sequences that do not fit are looked at in a step."""
 WHOLE_PROMPT = 1 << 30
 """`held_pages` of a sibling: it waits until the prompt is computed to its end."""
 
@@ -90,29 +91,52 @@ class Admission:
         if not running.changed or not len(self.queue):
             return
         running.changed = False
-        slots_spoken_for = 0
-        for sequence in self.queue.first(len(running.free_slots) + SCAN_PAST_HEAD):
-            if room_for_more(running.spans(), budget) <= 0:
+        room = room_for_more(running.spans(), budget)
+        slots_spoken_for = misses = 0
+        for sequence in self.queue.first(len(running.free_slots) + MISSES_PER_STEP):
+            if room <= 0:
                 running.changed = True
                 return
             if not running.free_slots:
                 if slots_spoken_for >= len(running.draining) and not self._evict_for_slot(sequence, now):
-                    self._delay(sequence, now, "slot", "all slots are in use")
+                    self._delay(sequence, now, "slot", lambda: "all slots are in use")
                     return
                 if not running.free_slots:
                     slots_spoken_for += 1
                     continue
-            if self._hold(sequence, now):
-                continue
-            lack = self._try_admit(sequence, now, step)
-            if lack is None:
-                continue
+            found = self._found(sequence)
+            lack = self._lack_at_best(sequence, found)
+            if not any(lack):
+                if self._hold(sequence, found, now):
+                    continue
+                lack = self._try_admit(sequence, now, step)
+                if not any(lack):
+                    room = room_for_more(running.spans(), budget)
+                    continue
             # It does not fit. Smaller ones may pass it while it is young, but not into pages that are on their way to it.
-            if self._pages_coming_for(sequence, lack, now) or now - sequence.arrived_s > self._schedule.age_limit_s:
+            self._delay(sequence, now, "pages", partial(self._page_reason, lack))
+            misses += 1
+            coming = self._pages_coming_for(sequence, lack, now)
+            if coming or misses == MISSES_PER_STEP or now - sequence.arrived_s > self._schedule.age_limit_s:
                 return
 
-    def _hold(self, sequence: Sequence, now: float) -> bool:
-        """Blocks a sequence whose prefix another one is computing right now, beyond what the tree has already.
+    def _found(self, sequence: Sequence) -> int:
+        """How many leading chunks are there to be shared, in the tree or with the first sample of the same prompt."""
+        limit = self._reusable_chunks(sequence)
+        if not self._cache.prefix_cache:
+            return limit if self._sharing_parent(sequence) is not None else 0
+        return self._cache.match(sequence.namespace, sequence.chunks(self._cache.page_tokens), limit=limit)
+
+    def _lack_at_best(self, sequence: Sequence, found: int) -> list[int]:
+        """By group, a lower bound of the pages that lack when `found` chunks can be shared; cheap, changes nothing."""
+        peak, spare = self._need(sequence)
+        return [
+            max(0, most - found + more - self._cache.available(group))
+            for group, (most, more) in enumerate(zip(peak, spare, strict=True))
+        ]
+
+    def _hold(self, sequence: Sequence, found: int, now: float) -> bool:
+        """Blocks a sequence whose prefix another one is computing right now, beyond the `found` chunks that the tree has already.
 
         So of many that arrive together with a common prefix one computes it, and the others start a step later with it cached:
 
@@ -123,23 +147,23 @@ class Admission:
         if not self._cache.prefix_cache or not limit or not self._running.filling:
             return False
         keys = sequence.chunks(self._cache.page_tokens)[:limit]
-        found = -1
         for owner in self._running.filling:
             theirs = owner.chunks(self._cache.page_tokens)
             if owner.namespace != sequence.namespace or theirs[:1] != keys[:1]:
                 continue
-            if found < 0:
-                found = self._cache.match(sequence.namespace, keys, limit=limit)
             same = common_chunks(keys, theirs, limit=limit)
-            if same > found:
+            assert owner.lease is not None
+            if same > max(found, owner.lease.published):
                 self.queue.remove(sequence)
                 sequence.block(owner, pages=same)
-                self._delay(sequence, now, "prefix", "another request is computing the same prefix", blocked_by=owner.id)
+                self._delay(
+                    sequence, now, "prefix", lambda: "another request is computing the same prefix", blocked_by=owner.id
+                )
                 return True
         return False
 
-    def _try_admit(self, sequence: Sequence, now: float, step: int) -> list[int] | None:
-        """Admits a sequence if its whole prompt fits: None. Otherwise nothing changed: by group, the pages that lack."""
+    def _try_admit(self, sequence: Sequence, now: float, step: int) -> list[int]:
+        """Admits a sequence if its whole prompt fits. Returns by group the pages that lack; unless all are zero, nothing changed."""
         running = self._running
         limit = self._reusable_chunks(sequence)
         lease = self._cache.open(sequence.namespace, sequence.chunks(self._cache.page_tokens), limit=limit)
@@ -151,10 +175,7 @@ class Admission:
         peak, spare = self._need(sequence)
         lack = lease.promise(peak, spare=spare)
         if any(lack):
-            need = ", ".join(str(p + s) for p, s in zip(peak, spare, strict=True))
             lease.release()
-            have = ", ".join(str(self._cache.available(group)) for group in range(len(peak)))
-            self._delay(sequence, now, "pages", f"needs {need} pages, {have} are free")
             return lack
         if parent is not None and self._copy_last_page(parent, sequence, lease, limit):
             start = sequence.known - 1
@@ -162,7 +183,7 @@ class Admission:
         running.enter(sequence, lease, start=start)
         resumed = sequence.preemptions > 0
         if resumed:
-            self.recomputed_tokens += sequence.known - start
+            self.recomputed_tokens += max(0, sequence.lost_tokens - start)
         self._told.pop(sequence.id, None)
         self._out.append(
             Scheduled(
@@ -174,7 +195,7 @@ class Admission:
                 resumed=resumed,
             )
         )
-        return None
+        return lack
 
     def _reusable_chunks(self, sequence: Sequence) -> int:
         """How many leading pages a sequence may reuse at most: its last token is always computed, for its logits are needed."""
@@ -185,16 +206,26 @@ class Admission:
 
         All known tokens and one decode page; all it can ever have, once it was preempted so often that it must not be again.
         """
-        most = self._cache.peak_pages(sequence.capacity - 1, burst_tokens=self._burst_tokens)
-        if sequence.preemptions >= self._schedule.max_preemptions:
-            return most, [0] * len(most)
-        peak = self._cache.peak_pages(sequence.known, burst_tokens=self._burst_tokens)
-        return peak, [min(1, top - now) for top, now in zip(most, peak, strict=True)]
+        if sequence.need is None:
+            most = self._cache.peak_pages(sequence.capacity - 1, burst_tokens=self._burst_tokens)
+            peak = self._cache.peak_pages(sequence.known, burst_tokens=self._burst_tokens)
+            spare = [min(1, top - now) for top, now in zip(most, peak, strict=True)]
+            protected = sequence.preemptions >= self._schedule.max_preemptions
+            sequence.need = (most, [0] * len(most)) if protected else (peak, spare)
+        return sequence.need
 
-    def _delay(self, sequence: Sequence, now: float, kind: str, reason: str, *, blocked_by: str = "") -> None:
+    def _page_reason(self, lack: list[int]) -> str:
+        have = [self._cache.available(group) for group in range(len(lack))]
+        need = [free + more for free, more in zip(have, lack, strict=True)]
+        return f"needs {', '.join(map(str, need))} more pages, {', '.join(map(str, have))} are free"
+
+    def _delay(
+        self, sequence: Sequence, now: float, kind: str, reason: Callable[[], str], *, blocked_by: str = ""
+    ) -> None:
+        """Tells once per kind and request why it cannot start."""
         if self._told.get(sequence.id) != kind:
             self._told[sequence.id] = kind
-            self._out.append(Delayed(request_id=sequence.id, at_s=now, reason=reason, blocked_by=blocked_by))
+            self._out.append(Delayed(request_id=sequence.id, at_s=now, reason=reason(), blocked_by=blocked_by))
 
     # -- making room -------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Handle:
 
     def __iter__(self) -> Iterator[TokensOut]:
         """The events, the one with `finish` last; with stream=False only that one."""
-        while True:
+        while self._events or not self.done:
             event = self._next()
             yield event
             if event.finish is not None:
@@ -61,14 +61,17 @@ class Handle:
 
     def take(self) -> list[TokensOut]:
         """The events that are there and were not read yet; does not wait, and the last one carries `finish`."""
-        taken = list(self._events)
-        self._events.clear()
+        taken: list[TokensOut] = []
+        while self._events:
+            taken.append(self._events.popleft())
         return taken
 
     def result(self) -> TokensOut:
         """Waits for the end and returns its event; all tokens are in `tokens`."""
         while self.last is None:
-            self._next()
+            event = self._next()
+            if event.finish is not None:
+                return event
         return self.last
 
     def _next(self) -> TokensOut:
@@ -93,7 +96,7 @@ class Handle:
         ready = asyncio.Event()
         self._async = (asyncio.get_running_loop(), ready)
         try:
-            while True:
+            while self._events or not self.done:
                 while not self._events:
                     await ready.wait()
                     ready.clear()
@@ -240,11 +243,12 @@ class LocalClient:
                 if handle is None:
                     continue
                 handle.tokens.extend(report.tokens)
-                if report.finish is not None:
-                    handle.last = report
+                if report.finish is not None:  # first, so that whoever reads the end may use the id again
                     del handles[report.request_id]
                 if handle.stream or report.finish is not None:
                     self._push(handle, report, waking)
+                if report.finish is not None:  # last, so that whoever sees `done` finds the event
+                    handle.last = report
         for loop, events in waking.items():
             try:
                 loop.call_soon_threadsafe(_set_all, events)
@@ -252,9 +256,7 @@ class LocalClient:
                 continue
 
     @staticmethod
-    def _push(
-        handle: Handle, event: TokensOut, waking: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]
-    ) -> None:
+    def _push(handle: Handle, event: TokensOut, waking: dict[asyncio.AbstractEventLoop, list[asyncio.Event]]) -> None:
         handle._events.append(event)
         wake, waiter = handle._wake, handle._async
         if wake is not None:

@@ -90,6 +90,7 @@ class Running:
         rows, slot, lease = self.rows, sequence.slot, sequence.lease
         assert lease is not None and rows.flying[slot] == 0
         rows.store(slot)
+        sequence.lost_tokens = int(rows.computed[slot])
         if sequence.finish != "error":
             self.publish(sequence, min(int(rows.computed[slot]), sequence.known) // self.cache.page_tokens)
         lease.release()

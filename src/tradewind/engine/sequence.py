@@ -66,7 +66,9 @@ class Sequence:
         "held_pages",
         "known",
         "lease",
+        "lost_tokens",
         "namespace",
+        "need",
         "order",
         "place",
         "preemptions",
@@ -100,9 +102,13 @@ class Sequence:
         """Counts arrivals; breaks ties of the queue's order."""
         self.order = 0.0
         self.preemptions = 0
+        self.lost_tokens = 0
+        """How many tokens were computed when it was preempted last."""
         self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.namespace: Namespace = (request.cache_salt, request.adapter)
+        self.need: tuple[list[int], list[int]] | None = None
+        """Pages wanted at admission, kept by `Admission` while the sequence waits."""
         self.waits_on: Sequence | None = None
         self.held_pages = 0
         """While BLOCKED on another sequence: how many of its pages must be published first."""
@@ -131,7 +137,9 @@ class Sequence:
         if len(self._chunks) < whole:
             if self.request.image_keys:
                 self._chunks = chunk_keys(
-                    self.tokens[: whole * page_tokens].tobytes(), page_tokens=page_tokens, images=self.request.image_keys
+                    self.tokens[: whole * page_tokens].tobytes(),
+                    page_tokens=page_tokens,
+                    images=self.request.image_keys,
                 )
             else:
                 start = len(self._chunks)
@@ -187,6 +195,7 @@ class Sequence:
     def requeue(self) -> None:
         """Waits again, with the tokens generated so far."""
         self._become(State.WAITING)
+        self.need = None
 
     def end(self) -> None:
         """Is over: holds nothing; the lease must have been released."""

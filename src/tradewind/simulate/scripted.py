@@ -102,8 +102,12 @@ class ScriptedExecutor:
         self._stall = dict(stall or {})
         self._fail = dict(fail or {})
         self._slots: list[_Slot | None] = [None] * max_running
-        self._token: list[Ints] = [np.full((n, g.page_tokens), NOTHING, np.int32) for n, g in zip(pages, groups, strict=True)]
-        self._position: list[Ints] = [np.full((n, g.page_tokens), NOTHING, np.int32) for n, g in zip(pages, groups, strict=True)]
+        self._token: list[Ints] = [
+            np.full((n, g.page_tokens), NOTHING, np.int32) for n, g in zip(pages, groups, strict=True)
+        ]
+        self._position: list[Ints] = [
+            np.full((n, g.page_tokens), NOTHING, np.int32) for n, g in zip(pages, groups, strict=True)
+        ]
         self._queue: deque[tuple[StepResult, dict[tuple[int, int], set[tuple[int, int]]]]] = deque()
         self._number = 0
         self.steps: list[Step] = []
@@ -154,7 +158,11 @@ class ScriptedExecutor:
 
     def _edit_tables(self, step: Step) -> None:
         for slot, group, index, page in zip(
-            step.page_slot.tolist(), step.page_group.tolist(), step.page_index.tolist(), step.page_id.tolist(), strict=True
+            step.page_slot.tolist(),
+            step.page_group.tolist(),
+            step.page_index.tolist(),
+            step.page_id.tolist(),
+            strict=True,
         ):
             assert 0 <= page < len(self._token[group]), f"step {step.number}: page {page} is outside pool {group}"
             table = self._live(slot, step).tables[group]
@@ -213,10 +221,14 @@ class ScriptedExecutor:
             state = self._live(slot, step)
             start, count, drafts = int(step.start[row]), int(step.count[row]), int(step.drafts[row])
             wants = Wants(int(step.wants[row]))
-            assert state.enter.epoch == step.epoch[row], f"{where}: epoch {step.epoch[row]}, entered as {state.enter.epoch}"
+            assert state.enter.epoch == step.epoch[row], (
+                f"{where}: epoch {step.epoch[row]}, entered as {state.enter.epoch}"
+            )
             assert count >= 1 and 0 <= drafts < count, f"{where}: count {count}, drafts {drafts}"
             known = len(state.tokens)
-            assert start == state.computed or not state.started, f"{where}: starts at {start}, computed {state.computed}"
+            assert start == state.computed or not state.started, (
+                f"{where}: starts at {start}, computed {state.computed}"
+            )
             guesses = self._guess(state, drafts)
             assert start + count - drafts <= known, f"{where}: reaches {start + count}, known are {known} tokens"
             if drafts:
@@ -274,7 +286,9 @@ class ScriptedExecutor:
                 page = table.get(index, 0)
                 assert page, f"{where}: writes page {index} of group {group}, which is null"
                 others = owners[group][page] - {slot}
-                assert not others, f"{where}: writes page {page} of group {group}, which slots {sorted(others)} have too"
+                assert not others, (
+                    f"{where}: writes page {page} of group {group}, which slots {sorted(others)} have too"
+                )
                 self._not_flying(step, group, page, writer=who)
                 touched.setdefault((group, page), set()).add(who)
                 first = index * record.page_tokens
@@ -326,7 +340,9 @@ class ScriptedExecutor:
         tokens = np.array(state.tokens, dtype=np.int32)
         guesses: list[int] = []
         for place in range(drafts):
-            truth = self._answer(state, len(tokens), [tokens[_first_visible(g, len(tokens) - 1) :].tobytes() for g in self._groups])
+            truth = self._answer(
+                state, len(tokens), [tokens[_first_visible(g, len(tokens) - 1) :].tobytes() for g in self._groups]
+            )
             guesses.append(truth if place < right else truth ^ 1)
             tokens = np.append(tokens, np.int32(guesses[-1]))
         return guesses

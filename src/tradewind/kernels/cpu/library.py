@@ -96,7 +96,10 @@ def load() -> Library | None:
 def why_not() -> str | None:
     """Why `load` gives None, as one sentence; None when it does not."""
     if not FILE.exists():
-        return "the CPU op library was not built at installation (no C++ compiler was found, or it failed): install g++ and run pip install again"
+        return (
+            "the CPU op library was not built at installation (no C++ compiler was found, or it failed): "
+            "install g++ and run pip install again"
+        )
     try:
         Library(FILE)
     except (OSError, AttributeError) as error:
@@ -131,7 +134,8 @@ def build(target: Path, compiler: str, *, extra_flags: Sequence[str] = ()) -> No
         objects = {source: str(Path(folder) / f"{source.stem}.o") for source in sources()}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(run, compiler, *FLAGS, *extra_flags, "-c", str(source), "-o", made) for source, made in objects.items()
+                pool.submit(run, compiler, *FLAGS, *extra_flags, "-c", str(source), "-o", made)
+                for source, made in objects.items()
             ]
             for job in jobs:
                 job.result()

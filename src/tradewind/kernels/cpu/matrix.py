@@ -4,8 +4,8 @@ Knows: which packed layout a matrix becomes, memory for it, the argument words o
 library is found (the handle is passed in), tapes, models. The layout itself is written down in csrc/pack.h.
 
 Int8 compute: x is quantised per 32 values, sx = absmax / 127 and q = round_to_even(x * (127 / absmax)) in float32; then
-y = sum over groups of scale * sx * dot(q_weight, q) + minimum * sx * sum(q). A group of x with a value that is not finite makes the whole row
-of y NaN (and no other row); one with absmax below 1e-30 counts as zeros.
+y = sum over groups of scale * sx * dot(q_weight, q) + minimum * sx * sum(q). A group of x with a value that is not finite makes the whole
+row of y NaN (and no other row); one with absmax below 1e-30 counts as zeros.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ def pack_bf16(lib: ctypes.CDLL, weights: npt.NDArray[Any], *, threads: int | Non
 
 
 def pack_quant(
-    lib: ctypes.CDLL, quants: npt.NDArray[np.uint8], scale: Floats, minimum: Floats, bits: int, *, threads: int | None = None
+    lib: ctypes.CDLL,
+    quants: npt.NDArray[np.uint8],
+    scale: Floats,
+    minimum: Floats,
+    bits: int,
+    *,
+    threads: int | None = None,
 ) -> PackedMatrix:
     """Packs quants [N, K] below 2**bits with scale and minimum [N, K / group], value = scale * q + minimum, exactly.
 
@@ -77,9 +83,16 @@ def pack_quant(
         raise ValueError(f"quants of {bits} bits cannot be packed: it must be 4, 5, 6 or 8")
     groups = scale.shape[1] if scale.ndim == 2 else 0
     group = k // groups if groups else 0
-    if scale.shape != (n, groups) or minimum.shape != scale.shape or group * groups != k or (group != 16 and group % 32) or not group:
+    if (
+        scale.shape != (n, groups)
+        or minimum.shape != scale.shape
+        or group * groups != k
+        or (group != 16 and group % 32)
+        or not group
+    ):
         raise ValueError(
-            f"quants {quants.shape} with scale {scale.shape} and minimum {minimum.shape}: groups along K must be of 16 or of a multiple of 32"
+            f"quants {quants.shape} with scale {scale.shape} and minimum {minimum.shape}: "
+            f"groups along K must be of 16 or of a multiple of 32"
         )
     if quants.size and int(quants.max()) >> bits:
         raise ValueError(f"a quant of {int(quants.max())} does not fit in {bits} bits")
@@ -93,13 +106,29 @@ def pack_quant(
     data, call = _prepare(lib, "quant", bits, halves, scales, symmetric, n=n, k=k, threads=threads)
     quants = np.ascontiguousarray(quants)
     call(
-        lib.tw_pack_quant, _at(quants), _at(scale), _at(minimum), bits, halves, scales, int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k)
+        lib.tw_pack_quant,
+        _at(quants),
+        _at(scale),
+        _at(minimum),
+        bits,
+        halves,
+        scales,
+        int(symmetric),
+        ctypes.c_int64(n),
+        ctypes.c_int64(k),
     )
     return _record("quant", data, n=n, k=k, bits=bits, group=32 // halves)
 
 
 def pack_blocks(
-    lib: ctypes.CDLL, raw: npt.NDArray[np.uint8], format: str, n: int, k: int, *, float_layout: Layout = "bf16", threads: int | None = None
+    lib: ctypes.CDLL,
+    raw: npt.NDArray[np.uint8],
+    format: str,
+    n: int,
+    k: int,
+    *,
+    float_layout: Layout = "bf16",
+    threads: int | None = None,
 ) -> PackedMatrix:
     """Packs GGUF blocks of a matrix [N, K], bytes as in the file. Quantised formats keep their quants and scales exactly.
 
@@ -128,7 +157,14 @@ def pack_gated(lib: ctypes.CDLL, gate: PackedMatrix, up: PackedMatrix, *, thread
     data = aligned_bytes(gate.nbytes + up.nbytes - LINE)
     lib.tw_pack_gated(_at(gate.data[0]), _at(up.data[0]), _at(data), _threads(threads))
     return PackedMatrix(
-        layout=gate.layout, n=2 * gate.n, k=gate.k, bits=gate.bits, group=gate.group, gated=True, data=(data,), nbytes=data.nbytes
+        layout=gate.layout,
+        n=2 * gate.n,
+        k=gate.k,
+        bits=gate.bits,
+        group=gate.group,
+        gated=True,
+        data=(data,),
+        nbytes=data.nbytes,
     )
 
 
@@ -150,7 +186,9 @@ def pack_stacked(lib: ctypes.CDLL, parts: Sequence[PackedMatrix], *, threads: in
 
 def can_combine(parts: Sequence[PackedMatrix]) -> bool:
     """Whether `pack_stacked` (and, with equal N, `pack_gated`) takes these parts together."""
-    return all(not part.gated and _traits(part) == _traits(parts[0]) for part in parts) and not any(part.n % 16 for part in parts[:-1])
+    return all(not part.gated and _traits(part) == _traits(parts[0]) for part in parts) and not any(
+        part.n % 16 for part in parts[:-1]
+    )
 
 
 def unpack(lib: ctypes.CDLL, packed: PackedMatrix, *, threads: int | None = None) -> Floats:
@@ -171,7 +209,14 @@ def scratch_bytes(lib: ctypes.CDLL, packed: PackedMatrix, capacity_rows: int) ->
 
 
 def linear_words(
-    x_ptr: int, x_stride: int, packed: PackedMatrix, bias_ptr: int, out_ptr: int, out_stride: int, count_ptr: int, scratch_ptr: int
+    x_ptr: int,
+    x_stride: int,
+    packed: PackedMatrix,
+    bias_ptr: int,
+    out_ptr: int,
+    out_stride: int,
+    count_ptr: int,
+    scratch_ptr: int,
 ) -> tuple[int, ...]:
     """The argument words of op `linear`. Strides are in float32 values from row to row; bias_ptr 0 means no bias."""
     assert not packed.gated, "a gated matrix belongs to gated_linear"
@@ -209,12 +254,23 @@ def _threads(threads: int | None) -> ctypes.c_int:
 
 
 def _prepare(
-    lib: ctypes.CDLL, layout: Layout, bits: int, halves: int, scales: int, symmetric: bool, *, n: int, k: int, threads: int | None
+    lib: ctypes.CDLL,
+    layout: Layout,
+    bits: int,
+    halves: int,
+    scales: int,
+    symmetric: bool,
+    *,
+    n: int,
+    k: int,
+    threads: int | None,
 ) -> tuple[Bytes, Callable[..., None]]:
     """Memory for a packed matrix, and a caller that adds the two last arguments of every packing function: where to, and threads."""
     size = lib.tw_packed_bytes
     size.restype = ctypes.c_int64
-    data = aligned_bytes(size(_LAYOUTS[layout], bits, halves, scales, int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k)))
+    data = aligned_bytes(
+        size(_LAYOUTS[layout], bits, halves, scales, int(symmetric), ctypes.c_int64(n), ctypes.c_int64(k))
+    )
 
     def call(function: Callable[..., Any], *arguments: Any) -> None:
         function(*arguments, _at(data), _threads(threads))

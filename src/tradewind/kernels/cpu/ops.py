@@ -93,7 +93,9 @@ class CpuOps:
             start = -memory.ctypes.data % matrix.LINE
             return memory[start : start + nbytes].view(kind).reshape(shape)
         if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is shared memory, which has its own rules for huge pages
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+            pages = mmap.mmap(
+                -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            )
         else:
             pages = mmap.mmap(-1, nbytes)
         if nbytes >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -184,7 +186,8 @@ class CpuOps:
     def embed(self, ids: Array, table: RowTable, *, scale: float, out: Array, count: Count) -> None:
         _check(out, count, ids)
         self._call(
-            "embed", ids, table.data, ROW_FORMATS[table.format], table.cols, table.nbytes // table.rows, table.rows, float(scale), out, count,
+            "embed", ids, table.data, ROW_FORMATS[table.format], table.cols, table.nbytes // table.rows, table.rows, float(scale), out,
+            count,
             label=f"embed {table.format} [{len(ids)}, {table.cols}]",
         )  # fmt: skip
 
@@ -192,7 +195,9 @@ class CpuOps:
         self, x: Array, delta: Array | None, weight: Array, *, eps: float, out: Array, count: Count
     ) -> None:
         _check(x, delta, weight, out, count)
-        self._call("add_rms_norm", x, delta, weight, x.shape[1], float(eps), out, count, label=f"add_rms_norm {list(x.shape)}")
+        self._call(
+            "add_rms_norm", x, delta, weight, x.shape[1], float(eps), out, count, label=f"add_rms_norm {list(x.shape)}"
+        )
 
     def linear(self, x: Array, weight: PackedMatrix, *, bias: Array | None, out: Array, count: Count) -> None:
         _check(x, bias, out, count)
@@ -200,7 +205,14 @@ class CpuOps:
         assert out.shape[1] == weight.n, f"{out.shape} from a matrix [{weight.n}, {weight.k}]"
         scratch = self._scratch_for(weight, len(x))
         words = matrix.linear_words(
-            _address(x), x.shape[1], weight, _address(bias), _address(out), out.shape[1], _address(count), _address(scratch)
+            _address(x),
+            x.shape[1],
+            weight,
+            _address(bias),
+            _address(out),
+            out.shape[1],
+            _address(count),
+            _address(scratch),
         )
         self._call(
             "linear", *words, label=f"linear {weight.layout}{weight.bits} [{len(x)}, {weight.k}] -> {weight.n}",
@@ -215,7 +227,15 @@ class CpuOps:
         assert 2 * out.shape[1] == weight.n, f"{out.shape} from a gated matrix [{weight.n}, {weight.k}]"
         scratch = self._scratch_for(weight, len(x))
         words = matrix.gated_linear_words(
-            _address(x), x.shape[1], weight, _address(bias), _address(out), out.shape[1], _address(count), _address(scratch), activation
+            _address(x),
+            x.shape[1],
+            weight,
+            _address(bias),
+            _address(out),
+            out.shape[1],
+            _address(count),
+            _address(scratch),
+            activation,
         )
         self._call(
             "gated_linear", *words, label=f"gated_linear {weight.layout}{weight.bits} [{len(x)}, {weight.k}] -> {weight.n // 2}",
@@ -233,7 +253,14 @@ class CpuOps:
         _check(positions, inv_freq, out, count)
         assert out.shape[1] == 2 * len(inv_freq), (out.shape, inv_freq.shape)
         self._call(
-            "rope_angles", positions, inv_freq, len(inv_freq), float(scale), out, count, label=f"rope_angles {list(out.shape)}"
+            "rope_angles",
+            positions,
+            inv_freq,
+            len(inv_freq),
+            float(scale),
+            out,
+            count,
+            label=f"rope_angles {list(out.shape)}",
         )
 
     def rope_store(
@@ -275,9 +302,9 @@ class CpuOps:
         assert q.shape[1] == heads * kv.head_dim, (q.shape, heads, kv.head_dim)
         assert heads % kv.kv_heads == 0, (heads, kv.kv_heads)
         self._call(
-            "attention", q, kv.k, kv.v, KV_FORMATS[kv.format], kv.page_tokens, kv.kv_heads, heads, kv.head_dim, rows.query_start, rows.lengths,
-            rows.page_table, rows.page_table.shape[1], rows.rows, float(scale), window or 0, float(softcap or 0), sinks, out, self._parts,
-            self._parts.nbytes, label=f"attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
+            "attention", q, kv.k, kv.v, KV_FORMATS[kv.format], kv.page_tokens, kv.kv_heads, heads, kv.head_dim, rows.query_start,
+            rows.lengths, rows.page_table, rows.page_table.shape[1], rows.rows, float(scale), window or 0, float(softcap or 0), sinks, out,
+            self._parts, self._parts.nbytes, label=f"attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
         )  # fmt: skip
 
     def gather_rows(self, x: Array, index: Array, *, out: Array, count: Count) -> None:
@@ -292,8 +319,8 @@ class CpuOps:
     def sample(self, logits: Array, columns: SampleColumns, *, out: Array, count: Count) -> None:
         c = columns
         fields = (
-            c.temperature, c.top_k, c.top_p, c.min_p, c.repetition, c.presence, c.frequency, c.seed, c.position, c.history, c.history_prompt,
-            c.history_length, c.bias_start, c.bias_token, c.bias_value, c.mask,
+            c.temperature, c.top_k, c.top_p, c.min_p, c.repetition, c.presence, c.frequency, c.seed, c.position, c.history,
+            c.history_prompt, c.history_length, c.bias_start, c.bias_token, c.bias_value, c.mask,
         )  # fmt: skip
         _check(logits, *fields, out, count)
         rows, vocab = logits.shape
@@ -301,7 +328,15 @@ class CpuOps:
         if needed > self._sample_scratch.nbytes:
             self._sample_scratch = self.empty((needed,), "u8")
         self._call(
-            "sample", logits, vocab, *fields, out, self._sample_scratch, count, label=f"sample {list(logits.shape)}", alive=(columns,)
+            "sample",
+            logits,
+            vocab,
+            *fields,
+            out,
+            self._sample_scratch,
+            count,
+            label=f"sample {list(logits.shape)}",
+            alive=(columns,),
         )
 
     def logprobs(
@@ -340,4 +375,6 @@ def _address(array: Array | None) -> int:
 def _check(*arrays: Array | None) -> None:
     """The library reads plain memory: a strided view would be read wrongly."""
     for array in arrays:
-        assert array is None or array.flags.c_contiguous, f"an array with strides {array.strides} and shape {array.shape}"
+        assert array is None or array.flags.c_contiguous, (
+            f"an array with strides {array.strides} and shape {array.shape}"
+        )

@@ -77,9 +77,15 @@ int64_t make_tiles(const Job& job, int threads, Tile* tiles) {
     return count;
 }
 
+// What a thread will probably do next, so that its first keys can be asked for.
+struct Upcoming {
+    const int32_t* pages;  // null: unknown
+    int64_t g, first, last;
+};
+
 struct Phases {
     // All parts of a tile for one kv head, from queries to output.
-    void (*whole)(const Job&, const Tile&, int64_t g, Thread&);
+    void (*whole)(const Job&, const Tile&, int64_t g, Upcoming, Thread&);
     // One part only, left at `part_result`: for each line m, l, acc[D].
     void (*part)(const Job&, const Tile&, int64_t g, int64_t part, float* part_result, Thread&);
     // Merges parts 0 .. count - 1 of a tile, `stride` floats apart, and writes the output.
@@ -131,7 +137,16 @@ TW_OP(attention, 20) {
         }
     }
     // One kv head after the other, so that rows that share pages find them in the cache; the longest tiles of a prompt first.
-    t.chunks(items, [&](int64_t item) { phases.whole(job, tiles[count - 1 - item % count], item / count, t); });
+    auto tile_of = [&](int64_t item) -> const Tile& { return tiles[count - 1 - item % count]; };
+    t.chunks(items, [&](int64_t item) {
+        Upcoming upcoming{};
+        if (const int64_t then = item + t.count; then < items) {
+            const int64_t row = tile_of(then).row, last = job.lengths[row] - 1;
+            const int64_t seen = job.window > 0 ? job.window + job.query_start[row + 1] - tile_of(then).token - 1 : last;
+            upcoming = {job.pages(row), then / count, last > seen ? (last - seen) / BLOCK * BLOCK : 0, last};
+        }
+        phases.whole(job, tile_of(item), item / count, upcoming, t);
+    });
 }
 
 #else
@@ -149,34 +164,55 @@ constexpr int LINES = 2, BLOCKS = 1, VECS = 1;
 #endif
 constexpr int64_t SPAN = 4;  // blocks that are widened together
 
+// While a span of blocks is computed, the memory of the next one is asked for, in step: pages are scattered, and the hardware guesses only
+// within one. `next` of a block is where to ask, or null.
+template <class Stored>
+TW_INLINE void ask(const Stored* next, int64_t at) {
+    __builtin_prefetch(reinterpret_cast<const char*>(next) + at * (int64_t)sizeof(Stored), 0, 2);
+}
+
 // s[line][block] = q[line] . keys of the block; lines of q are D apart, lines of s are PART apart.
 template <class Format, int L, int B>
-void scores_tile(const float* q, int64_t dim, const typename Format::Stored* const* keys, float* s) {
+void scores_tile(const float* q, int64_t dim, const typename Format::Stored* const* keys, const typename Format::Stored* const* next,
+                 float* s) {
     Vec acc[L][B];
     for (int l = 0; l < L; ++l)
         for (int b = 0; b < B; ++b) acc[l][b] = splat(0);
-    for (int64_t d = 0; d < dim; ++d) {
+    auto step = [&](int64_t d) __attribute__((always_inline)) {
         Vec key[B];
         for (int b = 0; b < B; ++b) key[b] = Format::load16(keys[b] + d * BLOCK);
         for (int l = 0; l < L; ++l) {
             Vec x = splat(q[l * dim + d]);
             for (int b = 0; b < B; ++b) acc[l][b] = fma(x, key[b], acc[l][b]);
         }
+    };
+    if (next) {
+        for (int64_t d = 0; d < dim; d += 2) {
+            for (int b = 0; b < B; ++b) ask(next[b], d * BLOCK);
+            step(d);
+            step(d + 1);
+        }
+    } else {
+        for (int64_t d = 0; d < dim; ++d) step(d);
     }
     for (int l = 0; l < L; ++l)
         for (int b = 0; b < B; ++b) store(s + l * PART + b * BLOCK, acc[l][b]);
 }
 template <class Format, int L>
-void scores_lines(const float* q, int64_t dim, const typename Format::Stored* const* keys, int64_t blocks, float* s) {
-    for (; blocks >= BLOCKS; blocks -= BLOCKS, keys += BLOCKS, s += BLOCKS * BLOCK) scores_tile<Format, L, BLOCKS>(q, dim, keys, s);
+void scores_lines(const float* q, int64_t dim, const typename Format::Stored* const* keys, const typename Format::Stored* const* next,
+                  int64_t blocks, float* s) {
+    for (; blocks >= BLOCKS; blocks -= BLOCKS, keys += BLOCKS, s += BLOCKS * BLOCK) {
+        scores_tile<Format, L, BLOCKS>(q, dim, keys, next, s);
+        if (next) next += BLOCKS;
+    }
     if constexpr (BLOCKS > 1) {
         switch (blocks) {
-            case 1: scores_tile<Format, L, 1>(q, dim, keys, s); break;
+            case 1: scores_tile<Format, L, 1>(q, dim, keys, next, s); break;
             case 2:
-                if constexpr (BLOCKS > 2) scores_tile<Format, L, 2>(q, dim, keys, s);
+                if constexpr (BLOCKS > 2) scores_tile<Format, L, 2>(q, dim, keys, next, s);
                 break;
             case 3:
-                if constexpr (BLOCKS > 2) scores_tile<Format, L, 3>(q, dim, keys, s);
+                if constexpr (BLOCKS > 2) scores_tile<Format, L, 3>(q, dim, keys, next, s);
                 break;
         }
     }
@@ -184,12 +220,15 @@ void scores_lines(const float* q, int64_t dim, const typename Format::Stored* co
 
 // acc[line] += p[line][key] * value[key] for keys begin .. end - 1 of the span, one after the other.
 template <class Format, int L, int N>
-void values_tile(const float* p, const typename Format::Stored* const* values, int64_t begin, int64_t end, int64_t dim, float* acc) {
+void values_tile(const float* p, const typename Format::Stored* const* values, const typename Format::Stored* const* next, int64_t begin,
+                 int64_t end, int64_t dim, float* acc) {
     Vec sum[L][N];
     for (int l = 0; l < L; ++l)
         for (int n = 0; n < N; ++n) sum[l][n] = load(acc + l * dim + n * W);
     for (int64_t key = begin; key < end; ++key) {
         const typename Format::Stored* from = values[key / BLOCK] + key % BLOCK * dim;
+        if (next)
+            for (int n = 0; n < N; n += 2) ask(next[key / BLOCK], key % BLOCK * dim + n * W);
         Vec value[N];
         for (int n = 0; n < N; ++n) value[n] = Format::load16(from + n * W);
         for (int l = 0; l < L; ++l) {
@@ -201,7 +240,8 @@ void values_tile(const float* p, const typename Format::Stored* const* values, i
         for (int n = 0; n < N; ++n) store(acc + l * dim + n * W, sum[l][n]);
 }
 template <class Format, int L>
-void values_lines(const float* p, const typename Format::Stored* const* values, int64_t begin, int64_t end, int64_t dim, float* acc) {
+void values_lines(const float* p, const typename Format::Stored* const* values, const typename Format::Stored* const* next, int64_t begin,
+                  int64_t end, int64_t dim, float* acc) {
     const typename Format::Stored* from[SPAN] = {values[0], values[1], values[2], values[3]};
     int64_t vecs = dim / W;
     auto advance = [&](int n) {
@@ -209,11 +249,11 @@ void values_lines(const float* p, const typename Format::Stored* const* values, 
         acc += n * W;
         vecs -= n;
     };
-    for (; vecs >= VECS; advance(VECS)) values_tile<Format, L, VECS>(p, from, begin, end, dim, acc);
+    for (; vecs >= VECS; advance(VECS)) values_tile<Format, L, VECS>(p, from, next, begin, end, dim, acc);
     if constexpr (VECS > 2)
-        if (vecs >= 2) values_tile<Format, L, 2>(p, from, begin, end, dim, acc), advance(2);
+        if (vecs >= 2) values_tile<Format, L, 2>(p, from, next, begin, end, dim, acc), advance(2);
     if constexpr (VECS > 1)
-        if (vecs) values_tile<Format, L, 1>(p, from, begin, end, dim, acc);
+        if (vecs) values_tile<Format, L, 1>(p, from, next, begin, end, dim, acc);
 }
 
 // Calls body with the largest register tiles that cover `count` lines.
@@ -247,6 +287,7 @@ struct Work {
     int64_t g, dim, group, lines;
     float *q, *score, *part_m, *part_l, *part_acc, *m, *l, *acc, *wide;
     int64_t *first, *last;  // of each line: the key positions it sees
+    Upcoming upcoming{};
 
     Work(const Job& j, const Tile& t, int64_t kv_head, Thread& thread)
         : job(j), tile(t), g(kv_head), dim(j.dim), group(j.group()), lines(t.tokens * j.group()) {
@@ -306,54 +347,60 @@ struct Work {
 
         for (int64_t block = block_begin; block < block_end; block += SPAN) {
             const int64_t blocks = lesser(SPAN, block_end - block);
-            if (block + SPAN < block_end) ask(job.k, pages, base, block + SPAN, block_end);
-            else ask(job.v, pages, base, block_begin, block_end);
-            spans<true>(pages, base, block, blocks, line_begin, line_end);
+            const bool more = block + SPAN < block_end;
+            spans<true>(pages, base, block, blocks, {pages, g, base + (more ? block + SPAN : block_begin) * BLOCK, base + high},
+                        more ? job.k : job.v, line_begin, line_end);
         }
         for (int64_t line = line_begin; line < line_end; ++line) softmax(line, base, block_begin, block_end);
         for (int64_t block = block_begin; block < block_end; block += SPAN) {
             const int64_t blocks = lesser(SPAN, block_end - block);
-            if (block + SPAN < block_end) ask(job.v, pages, base, block + SPAN, block_end);
-            else if (base + PART <= tile_last) ask(job.k, pages, base + PART, 0, (tile_last - base - PART) / BLOCK + 1);
-            spans<false>(pages, base, block, blocks, line_begin, line_end);
+            if (block + SPAN < block_end)
+                spans<false>(pages, base, block, blocks, {pages, g, base + (block + SPAN) * BLOCK, base + high}, job.v, line_begin, line_end);
+            else if (base + PART <= tile_last)
+                spans<false>(pages, base, block, blocks, {pages, g, base + PART, tile_last}, job.k, line_begin, line_end);
+            else
+                spans<false>(pages, base, block, blocks, upcoming, job.k, line_begin, line_end);
         }
     }
 
     // Where a block of 16 keys or values starts.
-    TW_INLINE const Stored* find(const void* memory, const int32_t* pages, int64_t position) const {
-        const int64_t head = pages[position / job.page_tokens] * job.kv_heads + g;
+    TW_INLINE const Stored* find(const void* memory, const int32_t* pages, int64_t position, int64_t kv_head) const {
+        const int64_t head = pages[position / job.page_tokens] * job.kv_heads + kv_head;
         return static_cast<const Stored*>(memory) + (head * job.page_tokens + position % job.page_tokens) * dim;
     }
-    // Asks for the first lines of up to SPAN blocks: pages are scattered; the hardware goes on from there by itself.
-    TW_INLINE void ask(const void* memory, const int32_t* pages, int64_t base, int64_t block, int64_t block_end) const {
-        for (int64_t b = block; b < block + SPAN && b < block_end; ++b) {
-            const char* at = reinterpret_cast<const char*>(find(memory, pages, base + b * BLOCK));
-            for (int64_t i = 0; i < 256; i += 64) __builtin_prefetch(at + i, 0, 2);
-        }
-    }
-
     // The scores (of keys) or the weighted sum (of values) of up to SPAN blocks. Where several register tiles use them they are widened
-    // to float32 once.
+    // to float32 once. `then` says what is read next, in `memory`.
     template <bool Keys>
-    void spans(const int32_t* pages, int64_t base, int64_t block, int64_t blocks, int64_t line_begin, int64_t line_end) {
+    void spans(const int32_t* pages, int64_t base, int64_t block, int64_t blocks, Upcoming then, const void* memory, int64_t line_begin,
+               int64_t line_end) {
         const Stored* at[SPAN];
-        for (int64_t b = 0; b < blocks; ++b) at[b] = find(Keys ? job.k : job.v, pages, base + (block + b) * BLOCK);
+        const Stored* next[SPAN];
+        for (int64_t b = 0; b < SPAN; ++b) {
+            const int64_t position = then.first + b * BLOCK;
+            next[b] = then.pages && position <= then.last ? find(memory, then.pages, position, then.g) : b ? next[b - 1] : nullptr;
+        }
+        const Stored* const* asked = next[0] ? next : nullptr;
+        for (int64_t b = 0; b < blocks; ++b) at[b] = find(Keys ? job.k : job.v, pages, base + (block + b) * BLOCK, g);
         for (int64_t b = blocks; b < SPAN; ++b) at[b] = at[0];
         if constexpr (!std::is_same<Format, F32>::value) {
             if (line_end - line_begin > LINES) {
                 const float* widened[SPAN];
                 for (int64_t b = 0; b < SPAN; ++b) {
                     widened[b] = wide + (b < blocks ? b : 0) * BLOCK * dim;
-                    if (b < blocks)
-                        for (int64_t i = 0; i < BLOCK * dim; i += W) store(wide + b * BLOCK * dim + i, Format::load16(at[b] + i));
+                    for (int64_t i = 0; b < blocks && i < BLOCK * dim; i += 2 * W) {
+                        if (asked) ask(asked[b], i);
+                        store(wide + b * BLOCK * dim + i, Format::load16(at[b] + i));
+                        store(wide + b * BLOCK * dim + i + W, Format::load16(at[b] + i + W));
+                    }
                 }
-                return span<Keys, F32>(widened, base, block, blocks, line_begin, line_end);
+                return span<Keys, F32>(widened, nullptr, base, block, blocks, line_begin, line_end);
             }
         }
-        span<Keys, Format>(at, base, block, blocks, line_begin, line_end);
+        span<Keys, Format>(at, line_end - line_begin > LINES ? nullptr : asked, base, block, blocks, line_begin, line_end);
     }
     template <bool Keys, class As>
-    void span(const typename As::Stored* const* at, int64_t base, int64_t block, int64_t blocks, int64_t line_begin, int64_t line_end) {
+    void span(const typename As::Stored* const* at, const typename As::Stored* const* next, int64_t base, int64_t block, int64_t blocks,
+              int64_t line_begin, int64_t line_end) {
         by_lines(line_end - line_begin, [&](int64_t offset, auto count) {
             constexpr int L = decltype(count)::value;
             const int64_t line = line_begin + offset, start = base + block * BLOCK;
@@ -364,9 +411,9 @@ struct Work {
             float* s = score + line * PART + block * BLOCK;
             if constexpr (Keys) {
                 const int64_t b = low / BLOCK;
-                scores_lines<As, L>(q + line * dim, dim, at + b, high / BLOCK + 1 - b, s + b * BLOCK);
+                scores_lines<As, L>(q + line * dim, dim, at + b, next ? next + b : nullptr, high / BLOCK + 1 - b, s + b * BLOCK);
             } else {
-                values_lines<As, L>(s, at, low, high + 1, dim, part_acc + line * dim);
+                values_lines<As, L>(s, at, next, low, high + 1, dim, part_acc + line * dim);
             }
         });
     }
@@ -440,8 +487,9 @@ struct Work {
 };
 
 template <class Format>
-void whole(const Job& job, const Tile& tile, int64_t g, Thread& thread) {
+void whole(const Job& job, const Tile& tile, int64_t g, Upcoming upcoming, Thread& thread) {
     Work<Format> work(job, tile, g, thread);
+    work.upcoming = upcoming;
     work.take_queries();
     work.clear();
     int64_t low = work.first[0], high = work.last[0];

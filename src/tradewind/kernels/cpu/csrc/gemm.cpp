@@ -229,7 +229,7 @@ void matmul(const Call& c, Thread& t) {
     const int64_t outputs = c.gated ? p.n / 2 : p.n;
 
     // Few rows: each thread prepares them for itself, which is cheaper than waiting for each other.
-    constexpr int64_t OWN = 256 * UNIT;
+    constexpr int64_t OWN = 128 * UNIT;
     alignas(64) uint8_t own[OWN];
     const uint8_t* x = reinterpret_cast<const uint8_t*>(c.x);
     if (path.prepare) {

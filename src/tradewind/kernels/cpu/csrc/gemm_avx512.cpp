@@ -138,14 +138,14 @@ void tiles_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_st
     }
 }
 
-// The combinations that packing makes.
+// The combinations that packing makes: steps are of Q4_K, Q5_K and Q6_K.
 template <int BITS>
 Tile choose_quant(const Packed& p) {
-    if (p.halves == 2) {
+    if constexpr (BITS == 4 || BITS == 5)
+        if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 1, SCALES_STEPS, false>;
+    if constexpr (BITS == 6)
         if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 2, SCALES_STEPS, true>;
-        return p.symmetric ? tiles_quant<BITS, 2, SCALES_F32, true> : tiles_quant<BITS, 2, SCALES_F32, false>;
-    }
-    if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 1, SCALES_STEPS, false>;
+    if (p.halves == 2) return p.symmetric ? tiles_quant<BITS, 2, SCALES_F32, true> : tiles_quant<BITS, 2, SCALES_F32, false>;
     if (p.scales == SCALES_F32) return p.symmetric ? tiles_quant<BITS, 1, SCALES_F32, true> : tiles_quant<BITS, 1, SCALES_F32, false>;
     return p.symmetric ? tiles_quant<BITS, 1, SCALES_F16, true> : tiles_quant<BITS, 1, SCALES_F16, false>;
 }

@@ -1,0 +1,160 @@
+"""What the HTTP front is given: the engine behind a protocol, the text tools, the facts of the plan, and the operator's options.
+
+Knows: names and types of these. Refuses to know: where the engine lives (this process or another) and how it was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from tradewind.contract.errors import UserError
+from tradewind.contract.events import FinishReason, TokensOut
+from tradewind.contract.request import Request
+from tradewind.serving.chat_template import ChatTemplate
+from tradewind.serving.intake import Intake
+from tradewind.serving.parsers.parser import Circumstances, OutputParser, ReasoningMarkers
+from tradewind.serving.tokenizer import TextTokenizer
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the engine; reading it never waits for a step."""
+
+    running: int = 0
+    """Sequences in a slot."""
+    waiting: int = 0
+    """Sequences queued or blocked."""
+    pages_used: tuple[int, ...] = ()
+    """By KV group, pages that some sequence holds (cached pages that nobody uses do not count)."""
+    pages_total: tuple[int, ...] = ()
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed since the start."""
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    last_progress_s: float = 0.0
+    """`time.monotonic` when a step was last collected, or now while there is nothing to do."""
+
+
+class EngineHandle(Protocol):
+    """One sequence's events, for one reader in the event loop."""
+
+    def __aiter__(self) -> AsyncIterator[TokensOut]:
+        """Events as they come; the one with `finish` is the last."""
+
+    def take(self) -> list[TokensOut]:
+        """Events that are there and not read yet; does not wait."""
+
+    def cancel(self) -> None:
+        """Asks for the end with "abort"."""
+
+    def finish(self, reason: FinishReason = "stop") -> None:
+        """Says that the text is complete."""
+
+
+class EngineClient(Protocol):
+    """The engine as the front sees it. No call waits for a step; all are made from the event loop's thread."""
+
+    def submit(self, request: Request) -> EngineHandle:
+        """Queues a request. Raises RequestError, LimitError or EngineDeadError."""
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a sequence with "abort"; unknown ids are ignored."""
+
+    def finish(self, request_id: str, *, reason: FinishReason = "stop") -> None:
+        """Ends a sequence because its text is complete; unknown ids are ignored."""
+
+    @property
+    def why_dead(self) -> str | None:
+        """Why no request can be served any more; None while the engine lives."""
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+
+    def scheduled_s(self, request_id: str) -> float | None:
+        """When the sequence first got its slot (`time.monotonic`); kept for a while after its end. None when not known."""
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished HTTP request that reached the engine, for logs, metrics and traces. Times are of `time.monotonic`."""
+
+    id: str
+    request_id: str
+    """X-Request-Id."""
+    endpoint: str
+    tenant: str
+    stream: bool
+    samples: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    arrived_s: float
+    scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float
+    finish: str
+    """Reasons of all samples, joined by commas; "disconnect" when the client left."""
+    error: str | None = None
+
+
+ParserFactory = Callable[[Circumstances], OutputParser]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the operator chose."""
+
+    api_keys: tuple[str, ...] = ()
+    """Empty: anybody may ask."""
+    ignore_unknown_fields: bool = False
+    max_body_bytes: int = 16 << 20
+    max_queue: int = 256
+    """Sequences that may wait beyond those that run; more are answered 429."""
+    max_sequences: int = 512
+    """Samples times prompts of one HTTP request."""
+    cors_origins: tuple[str, ...] = ()
+    """Empty: no CORS headers. "*" allows every origin."""
+    request_timeout_s: float | None = None
+    health_timeout_s: float = 10.0
+    """So long without a step while there is work, and /health answers 503."""
+    tokenizer_threads: int = 2
+    inline_characters: int = 2048
+    """Prompts up to this size are tokenised in the event loop (under a millisecond or two), longer ones in a thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Front:
+    """Everything `make_app` needs."""
+
+    client: EngineClient
+    tokenizer: TextTokenizer
+    template: ChatTemplate | UserError
+    intake: Intake
+    model: str
+    """The id that answers carry."""
+    max_running: int
+    served_names: tuple[str, ...] = ()
+    """Other names by which the model may be asked for."""
+    options: Options = field(default_factory=Options)
+    make_parser: ParserFactory | None = None
+    """The model's format of tool calls and reasoning; None: all text is content, and tools are refused."""
+    reasoning: ReasoningMarkers | None = None
+    parser_reads_special: bool = True
+    """The format's markers are special tokens, so the parser must see their text."""
+    metrics: Callable[[], str | bytes] | None = None
+    on_receipt: Callable[[Receipt], None] | None = None
+    created_s: int = 0
+    """Unix time that /v1/models tells."""
+
+    @property
+    def max_context(self) -> int:
+        return self.intake.limits.max_context
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name the model answers to, its own first."""
+        return tuple(dict.fromkeys((self.model, *self.served_names)))
