@@ -170,10 +170,10 @@ def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progr
 
 
 def build_engine(
-    goals: Goals, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), began_s: float | None = None
+    goals: Goals, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), phases: Phases | None = None
 ) -> Engine:
-    """Everything from goals, ready to take requests. `began_s`: when the process began, for the start-up times."""
-    phases = Phases(began_s=began_s)
+    """Everything from goals, ready to take requests. `phases` takes the times; its last phase ends where the imports began."""
+    phases = phases or Phases()
     with phases("imports"):
         pass
     planned = make_plan(goals, progress=progress, phases=phases)

@@ -294,14 +294,14 @@ def _sampling(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def _open(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
-    from tradewind.phases import process_began_s
+    from tradewind.phases import Phases, process_began_s
 
-    # Before the large imports, so that they count.
-    began_s = process_began_s() if arguments.is_process else None
-    goals = _goals(arguments)
+    phases = Phases(began_s=process_began_s() if arguments.is_process else None)
+    with phases("python"):
+        goals = _goals(arguments)
     from tradewind.llm import LLM
 
-    llm = LLM(goals=goals, progress=not quiet, began_s=began_s)
+    llm = LLM(goals=goals, progress=not quiet, phases=phases)
     if not quiet:
         for notice in llm.notices:
             _tell(f"tradewind: {notice}")

@@ -71,13 +71,13 @@ class LLM:
         max_context: int | None = None,
         goals: Goals | None = None,
         progress: bool = False,
-        began_s: float | None = None,
+        phases: Phases | None = None,
         **means: Any,
     ) -> None:
         """Builds the engine: `model` is a folder, a .gguf file, a packaged name or a Hub id; `means` pins choices (config.goals.Means).
 
-        `goals` replaces all of these. `progress` tells about downloads and long loads on standard error. `began_s`: when the start
-        began by `time.perf_counter`, for the start-up times. Raises UserError with advice.
+        `goals` replaces all of these. `progress` tells about downloads and long loads on standard error. `phases` goes on
+        counting the start-up times of its owner. Raises UserError with advice.
         """
         if goals is None:
             goals = _goals(model, scenario=scenario, memory_limit=memory_limit, max_context=max_context, means=means)
@@ -86,7 +86,7 @@ class LLM:
             from tradewind.weights.fetch import RichProgress
 
             shown = RichProgress()
-        self._engine = build_engine(goals, progress=shown, began_s=began_s)
+        self._engine = build_engine(goals, progress=shown, phases=phases)
         plan = self._engine.plan
         eos = self._engine.tokenizer.eos_ids | set(plan.card.eos_ids)
         self._intake = Intake(

@@ -197,12 +197,14 @@ class Flight:
             "total_ms": span(self.arrived_s, last),
         }
 
-
-def failure(said: Said) -> ApiError | None:
-    """The refusal for a sequence that the engine could not finish; None while all is well."""
-    if said.finish == "error":
-        why = said.error or "the engine could not finish this request"
-        return ApiError(500, f"the engine could not finish this request: {why}", code="engine_error")
-    if said.finish == "abort" and said.error:
-        return ApiError(504, said.error, code="timeout")
-    return None
+    def failure(self, said: Said) -> ApiError | None:
+        """The refusal for a sequence that the engine could not finish; None while all is well."""
+        if said.finish == "error":
+            dead = self._front.client.why_dead
+            if dead is not None:
+                return ApiError(503, f"the engine does not work any more: {dead}", code="engine_dead")
+            why = said.error or "no reason is known"
+            return ApiError(500, f"the engine could not finish this request: {why}", code="engine_error")
+        if said.finish == "abort" and said.error:
+            return ApiError(504, said.error, code="timeout")
+        return None

@@ -101,7 +101,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-ParserFactory = Callable[[Circumstances], OutputParser]
+class ParserFactory(Protocol):
+    """Makes a parser of the model's format for one answer."""
+
+    def __call__(self, circumstances: Circumstances, *, calls: bool) -> OutputParser:
+        """`calls`: whether tool calls are looked for; otherwise only reasoning is told apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

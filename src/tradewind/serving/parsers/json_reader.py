@@ -85,7 +85,10 @@ class JsonReader:
                     start = at
                     self._want, self._escape = "escape", "\\"
                 else:
-                    out += (text[start:at], f"\\u{ord(character):04x}" if character not in "\n\r\t" else _SHORT[character])
+                    out += (
+                        text[start:at],
+                        f"\\u{ord(character):04x}" if character not in "\n\r\t" else _SHORT[character],
+                    )
                     at += 1
                     start = at
                 continue

@@ -16,9 +16,7 @@ from tradewind.serving.parsers.python_values import python_value
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
-HINT = GrammarHint(
-    begin="[", after_name="(", after_arguments=")", between=", ", end="]", arguments="keywords"
-)
+HINT = GrammarHint(begin="[", after_name="(", after_arguments=")", between=", ", end="]", arguments="keywords")
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _KEY = re.compile(r"[A-Za-z_]\w*")

@@ -107,12 +107,11 @@ class Machine:
     """Markers that begin a call anywhere in the content."""
     bare: ClassVar[str] = ""
     """Characters that may begin a call as the first of the content."""
-    make_id: ClassVar[Callable[[], str]] = staticmethod(call_id)
 
     def __init__(self, circumstances: Circumstances) -> None:
         self._tools = circumstances.tools
         self._forced = circumstances.forced
-        self._new_id = circumstances.new_id or self.make_id
+        self._new_id = circumstances.new_id or self.fresh_id
         reasoning = circumstances.reasoning
         around: tuple[str, ...] = ()
         if reasoning is not None:
@@ -138,6 +137,10 @@ class Machine:
         self._state: Callable[[], bool] = self._text_state
         if circumstances.starts_inside and reasoning is not None:
             self._open_reasoning()
+
+    def fresh_id(self) -> str:
+        """An id for a call that was written without one; changes nothing."""
+        return call_id()
 
     # -- the protocol
 
@@ -181,7 +184,7 @@ class Machine:
         elif self._state is self._text_state:
             self._say(rest)
         else:
-            self._rest(rest)
+            self._rest(rest, reason)
         if blank := self._thought.finish():
             self._out.append(Reasoning(blank))
         if blank := self._content.finish():
@@ -191,7 +194,7 @@ class Machine:
         self._out = []
         return pieces
 
-    def _rest(self, rest: str) -> None:
+    def _rest(self, rest: str, reason: str) -> None:
         """What a format does with text that was held back in a state of its own when the answer ended: a cut marker, no text."""
 
     def _nothing(self) -> bool:

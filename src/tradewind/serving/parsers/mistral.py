@@ -24,9 +24,7 @@ HINT = GrammarHint(
     trigger=BEGIN,
     tokens=(BEGIN,),
 )
-HINT_V11 = GrammarHint(
-    before_name=BEGIN, after_name=ARGUMENTS, trigger=BEGIN, tokens=(BEGIN, CALL_ID, ARGUMENTS)
-)
+HINT_V11 = GrammarHint(before_name=BEGIN, after_name=ARGUMENTS, trigger=BEGIN, tokens=(BEGIN, CALL_ID, ARGUMENTS))
 
 _WORD = re.compile(r"[\w.\-]*")
 
@@ -35,10 +33,13 @@ class MistralParser(JsonCalls):
     """Both spellings, told apart by what follows the marker."""
 
     openers = (BEGIN,)
-    make_id = staticmethod(short_call_id)
 
     _name = ""
     _given_id: str | None = None
+
+    def fresh_id(self) -> str:
+        """See Machine."""
+        return short_call_id()
 
     def _opens(self, marker: str) -> Callable[[], bool]:
         return self._which

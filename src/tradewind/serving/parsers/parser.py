@@ -57,7 +57,7 @@ class ReasoningMarkers(msgspec.Struct, frozen=True, kw_only=True):
 class GrammarHint(msgspec.Struct, frozen=True, kw_only=True):
     """How calls are spelled, so that a grammar can force one::
 
-        begin  before_name NAME after_name ARGUMENTS after_arguments  between  before_name ...  end
+    begin  before_name NAME after_name ARGUMENTS after_arguments  between  before_name ...  end
     """
 
     begin: str = ""
@@ -101,5 +101,7 @@ class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt already opened the reasoning."""
     forced: str | None = None
     """The tool whose bare arguments a grammar forces (guided JSON only)."""
+    calls: bool = True
+    """False under `tool_choice` none: what would be a call stays content."""
     new_id: Callable[[], str] | None = None
     """Ids for calls without one; None: the format's usual."""

@@ -116,6 +116,4 @@ def collect(pieces: Iterable[Piece]) -> Message:
                 why="cut" if end is None else end.why,
             )
         )
-    return Message(
-        content="".join(content) or None, reasoning="".join(reasoning) or None, calls=tuple(calls)
-    )
+    return Message(content="".join(content) or None, reasoning="".join(reasoning) or None, calls=tuple(calls))

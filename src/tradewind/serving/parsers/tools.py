@@ -76,7 +76,9 @@ def check_tools(tools: object, tool_choice: object = None, limits: ToolLimits | 
     for place, tool in enumerate(tools):
         one = _tool(tool, place, limits)
         if one.name in checked:
-            raise RequestError(f"tools[{place}] has the name {one.name!r}, which an earlier tool has too; names must differ")
+            raise RequestError(
+                f"tools[{place}] has the name {one.name!r}, which an earlier tool has too; names must differ"
+            )
         checked[one.name] = one
     choice, named = _choice(tool_choice, checked)
     return ToolRequest(tools=tuple(checked.values()), choice=choice, named=named)
@@ -166,7 +168,9 @@ def _depth(value: object, limit: int) -> int:
     return depth
 
 
-def _choice(choice: object, tools: Mapping[str, Tool]) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
+def _choice(
+    choice: object, tools: Mapping[str, Tool]
+) -> tuple[Literal["none", "auto", "required", "named"], str | None]:
     if choice is None:
         return ("auto" if tools else "none"), None
     if isinstance(choice, str):
@@ -188,7 +192,9 @@ def _choice(choice: object, tools: Mapping[str, Tool]) -> tuple[Literal["none", 
         raise RequestError('tool_choice must name a function as {"type": "function", "function": {"name": ...}}')
     if name not in tools:
         known = ", ".join(tools) if tools else "none were given"
-        raise RequestError(f"tool_choice names the function {_show(name)}, which is not among the tools ({known[:500]})")
+        raise RequestError(
+            f"tool_choice names the function {_show(name)}, which is not among the tools ({known[:500]})"
+        )
     return "named", name
 
 
