@@ -201,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the suite; returns the exit code."""
     try:
         arguments = parsed(argv)
+        # Ended from outside is as interrupted by hand: the child goes too, and what was measured is kept.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         suite = run(arguments)
         for sentence in save(suite, arguments.out):
             say(sentence)

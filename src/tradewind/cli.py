@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tradewind import __version__
 from tradewind.contract.errors import EngineDeadError, UserError
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:
         # The reader of our output left (head, less): nothing more to say, and nothing that the interpreter could flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence(sys.stdout)
         return 0
     except KeyboardInterrupt:
         # From here on it only ends; a second Ctrl-C has nothing left to interrupt but the ending.
@@ -60,7 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tell(text: str) -> None:
     """Says something to the person, not to the reader of the answers."""
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Turns a stream whose reader has left into one that nobody reads, also for what is still in its buffer."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -89,9 +98,7 @@ class _Parser(argparse.ArgumentParser):
             close = _close_match(str(value), choices)
             if isinstance(action, argparse._SubParsersAction):
                 close = close or f'; to ask something: tradewind generate "{value}"'
-                raise argparse.ArgumentError(
-                    None, f"there is no command {value!r}, only {', '.join(choices)}{close}"
-                )
+                raise argparse.ArgumentError(None, f"there is no command {value!r}, only {', '.join(choices)}{close}")
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{close}")
 
 

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -100,6 +101,8 @@ class LLM:
         # Who holds it runs the engine. Not reentrant: a turn never begins inside a turn.
         self._turn = threading.Lock()
         self._closed = False
+        # A program that ends without `close` must not leave the engine to the interpreter's own ending, where its threads stand still.
+        weakref.finalize(self, self._engine.client.close)
 
     # -- facts
 

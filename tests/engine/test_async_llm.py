@@ -147,7 +147,9 @@ def test_stop_strings_and_bad_input(folder: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         whole = (await llm.generate("abc", DRAWN)).completions[0].text
         stop = whole[4:7]
-        answer = (await llm.generate("abc", SamplingParams(temperature=1.0, max_tokens=16, seed=5, stop=(stop,)))).completions[0]
+        answer = (
+            await llm.generate("abc", SamplingParams(temperature=1.0, max_tokens=16, seed=5, stop=(stop,)))
+        ).completions[0]
         assert (answer.text, answer.stop) == (whole[: whole.find(stop)], stop)
         with pytest.raises(RequestError, match="the prompt is empty"):
             llm.stream("")

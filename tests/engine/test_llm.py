@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_bias_bans_and_penalties(llm: LLM) -> None:
     assert one(llm, "abc", changed(GREEDY, logit_bias={other: 100.0})).tokens == (other,) * 12
     banned = one(llm, "abc", changed(GREEDY, bad_words=((plain[0],), plain[1:3]))).tokens
     assert plain[0] not in banned
-    assert all(pair != plain[1:3] for pair in zip(banned, banned[1:], strict=False))
+    assert all(pair != plain[1:3] for pair in pairwise(banned))
     # A pair is banned only as a pair: its second token may come after something else.
     pair = one(llm, "abc", changed(GREEDY, bad_words=(plain[:2],))).tokens
     assert pair[0] == plain[0]
@@ -200,7 +201,7 @@ def test_bias_bans_and_penalties(llm: LLM) -> None:
 def test_draws_follow_the_softmax_of_the_logits(llm: LLM, folder: Path) -> None:
     """2,000 seeds of one token against exact probabilities from the plain op set; Pearson's chi-square, merged to 20 or more expected."""
     prompt = llm.tokenize("the sea")
-    logits = reference_logits(folder, prompt)[-1].astype(np.float64) / 2.0
+    logits = reference_logits(folder, prompt)[-1].astype(np.float64) / 2.3
     probability = np.exp(logits - logits.max())
     probability /= probability.sum()
     draws = 2000
@@ -217,9 +218,9 @@ def test_draws_follow_the_softmax_of_the_logits(llm: LLM, folder: Path) -> None:
     chi_square = float(((seen - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
     assert freedom > 10
-    # Normal approximation of Wilson and Hilferty: the seeds are fixed, so this is one draw at 4 sigma.
+    # Normal approximation of Wilson and Hilferty. The seeds are fixed, so this is one draw; a temperature that is 15 % off fails.
     z = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert z < 4, (chi_square, freedom)
+    assert abs(z) < 3, (chi_square, freedom)
 
 
 # ------------------------------------------------------------------------------------------------------------- logprobs
@@ -258,8 +259,12 @@ def test_logprobs_are_nested_sorted_and_those_of_the_model(llm: LLM, folder: Pat
     assert one(llm, prompt, DRAWN).logprobs == ()
 
 
-@pytest.mark.parametrize("means", [{}, {"max_tokens_per_step": 16}, {"prefix_cache": False, "tape": False, "overlap": False}])
-def test_prompt_logprobs_are_those_of_the_model_whatever_the_chunks_and_the_cache(folder: Path, means: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "means", [{}, {"max_tokens_per_step": 16}, {"prefix_cache": False, "tape": False, "overlap": False}]
+)
+def test_prompt_logprobs_are_those_of_the_model_whatever_the_chunks_and_the_cache(
+    folder: Path, means: dict[str, Any]
+) -> None:
     (prompt,) = prompts(1, seed=11, low=80, high=81)
     truth = log_softmax(reference_logits(folder, prompt))
     expected = truth[np.arange(len(prompt) - 1), prompt[1:]]
@@ -320,23 +325,27 @@ def test_prompts_at_the_limit_one_over_and_far_over(llm: LLM) -> None:
     limit = llm.plan.schedule.max_context
     assert limit == 512
     assert len(one(llm, [1] * (limit - 1), SamplingParams(temperature=0.0, ignore_eos=True)).tokens) == 1
-    with pytest.raises(RequestError, match=r"the prompt has 512 tokens; with at least 1 to generate the limit is 512 \(1 too many\)"):
+    with pytest.raises(
+        RequestError, match=r"the prompt has 512 tokens; with at least 1 to generate the limit is 512 \(1 too many\)"
+    ):
         llm.generate([1] * limit)
     with pytest.raises(RequestError, match=r"the prompt has 100000 tokens.*\(99489 too many\)"):
         llm.generate([1] * 100_000)
-    with pytest.raises(RequestError, match="has 3 tokens and max_tokens is 510, 513 together; the limit is 512: ask for at most 509"):
+    with pytest.raises(
+        RequestError, match="has 3 tokens and max_tokens is 510, 513 together; the limit is 512: ask for at most 509"
+    ):
         llm.generate("abc", SamplingParams(max_tokens=510))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.5, "hot", None])
 def test_a_temperature_that_is_none_is_refused_before_anything_runs(llm: LLM, value: Any) -> None:
-    with pytest.raises(RequestError, match="^temperature is "):
+    with pytest.raises(RequestError, match=r"^temperature is "):
         llm.generate("abc", SamplingParams(temperature=value))
 
 
 def test_sampling_of_another_kind_is_refused(llm: LLM) -> None:
     for wrong in ({"temperature": 1}, 5, "greedy", [GREEDY, None]):
-        with pytest.raises(RequestError, match="^sampling must be SamplingParams"):
+        with pytest.raises(RequestError, match=r"^sampling must be SamplingParams"):
             llm.generate(["a", "b"], wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="2 prompts but 3 sampling values"):
         llm.generate(["a", "b"], [GREEDY] * 3)
@@ -368,9 +377,9 @@ def test_goals_that_cannot_be_are_refused(folder: Path, options: dict[str, Any],
 
 
 def test_a_model_that_is_none_says_what_was_tried(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tried a local path .*the packaged names .* and a Hub id"):
+    with pytest.raises(UserError, match=r"tried a local path .*the packaged names .* and a Hub id"):
         LLM("no such model")
-    with pytest.raises(UserError, match="is a folder without config.json"):
+    with pytest.raises(UserError, match=r"is a folder without config\.json"):
         LLM(tmp_path)
     with pytest.raises(UserError):
         LLM(5)  # type: ignore[arg-type]
@@ -426,9 +435,13 @@ def test_a_stream_that_is_never_read_asks_for_nothing(llm: LLM) -> None:
 
 def test_an_error_in_the_readers_loop_leaves_a_working_engine(llm: LLM) -> None:
     expected = one(llm, "abc", GREEDY)
-    with pytest.raises(ZeroDivisionError):
+
+    def read() -> None:
         for _ in llm.stream("xyz", changed(DRAWN, max_tokens=200)):
-            1 / 0  # noqa: B018
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        read()
     gc.collect()
     assert nothing_is_held(llm)
     assert one(llm, "abc", GREEDY) == expected
@@ -450,7 +463,9 @@ def test_asking_from_inside_a_stream(llm: LLM) -> None:
 def test_two_streams_read_in_turn(llm: LLM) -> None:
     sampling = [GREEDY, changed(DRAWN, max_tokens=20)]
     alone = [one(llm, prompt, s).tokens for prompt, s in zip(("abc", "xyz"), sampling, strict=True)]
-    streams = {place: llm.stream(prompt, s) for place, (prompt, s) in enumerate(zip(("abc", "xyz"), sampling, strict=True))}
+    streams = {
+        place: llm.stream(prompt, s) for place, (prompt, s) in enumerate(zip(("abc", "xyz"), sampling, strict=True))
+    }
     heard: list[list[int]] = [[], []]
     while streams:
         for place, stream in list(streams.items()):

@@ -38,7 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(*words: str, model: str | None = None, given: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
+def run(
+    *words: str, model: str | None = None, given: bytes = b"", **options: Any
+) -> subprocess.CompletedProcess[bytes]:
     means = ["--model", model, *MEANS] if model else []
     return subprocess.run([*PROGRAM, *words, *means], input=given, capture_output=True, timeout=PATIENCE_S, **options)
 
@@ -54,7 +56,8 @@ def test_one_answer_goes_to_stdout_and_the_times_to_stderr(model: str) -> None:
         text = llm.chat(asked, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))[0].completions[0].text
     assert done.stdout == text.encode() + b"\n"
     assert re.fullmatch(
-        r"\[20 tokens in, 5 out, first after \d+ ms, \d+ tokens/s; ready in [\d.]+ s \(python .*\)\]\n", done.stderr.decode()
+        r"\[20 tokens in, 5 out, first after \d+ ms, \d+ tokens/s; ready in [\d.]+ s \(python .*\)\]\n",
+        done.stderr.decode(),
     )
 
 
@@ -65,10 +68,29 @@ def test_quiet_says_nothing_but_the_answer(model: str) -> None:
 
 
 def test_json_has_one_object_for_each_answer(model: str) -> None:
-    words = ["--max-tokens", "4", "--json", "--n", "2", "--temperature", "1", "--seed", "3", "--logprobs", "2", "--raw", "--ignore-eos"]
+    words = [
+        "--max-tokens",
+        "4",
+        "--json",
+        "--n",
+        "2",
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+        "--logprobs",
+        "2",
+        "--raw",
+        "--ignore-eos",
+    ]
     done = run("generate", "abc", "xyz", *words, model=model)
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(record["prompt"], record["sample"]) for record in records] == [("abc", 0), ("abc", 1), ("xyz", 0), ("xyz", 1)]
+    assert [(record["prompt"], record["sample"]) for record in records] == [
+        ("abc", 0),
+        ("abc", 1),
+        ("xyz", 0),
+        ("xyz", 1),
+    ]
     for record in records:
         assert (record["prompt_tokens"], record["finish"], record["error"]) == (3, "length", None)
         assert len(record["tokens"]) == len(record["logprobs"]) == 4
@@ -76,12 +98,17 @@ def test_json_has_one_object_for_each_answer(model: str) -> None:
     with open_llm(Path(model)) as llm:
         sampling = SamplingParams(temperature=1.0, max_tokens=4, n=2, seed=3, ignore_eos=True)
         outputs = llm.generate(["abc", "xyz"], sampling)
-    assert [tuple(record["tokens"]) for record in records] == [c.tokens for output in outputs for c in output.completions]
+    assert [tuple(record["tokens"]) for record in records] == [
+        c.tokens for output in outputs for c in output.completions
+    ]
 
 
 def test_standard_input_system_and_several_prompts(model: str) -> None:
     words = ["--max-tokens", "4", "--json", "--quiet"]
-    by_stdin, by_word = run("generate", *words, model=model, given=b"abc\n"), run("generate", "abc", *words, model=model)
+    by_stdin, by_word = (
+        run("generate", *words, model=model, given=b"abc\n"),
+        run("generate", "abc", *words, model=model),
+    )
     assert by_stdin.stdout == by_word.stdout
     with_system = json.loads(run("generate", "abc", "--system", "be kind", *words, model=model).stdout)
     assert with_system["prompt_tokens"] == json.loads(by_word.stdout)["prompt_tokens"] + len("system: be kind\n")
@@ -108,9 +135,15 @@ def test_text_that_the_terminal_cannot_show_is_replaced(model: str) -> None:
 def test_prompts_over_the_limit_are_refused_with_the_numbers(model: str) -> None:
     done = run("generate", "a" * 300, "--raw", "--max-context", "256", model=model)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"tradewind: the prompt has 300 tokens; with at least 1 to generate the limit is 256 (45 too many)\n"
+    assert (
+        done.stderr
+        == b"tradewind: the prompt has 300 tokens; with at least 1 to generate the limit is 256 (45 too many)\n"
+    )
     done = run("generate", "a" * 200, "--raw", "--max-context", "256", "--max-tokens", "100", model=model)
-    assert b"the prompt has 200 tokens and max_tokens is 100, 300 together; the limit is 256: ask for at most 56" in done.stderr
+    assert (
+        b"the prompt has 200 tokens and max_tokens is 100, 300 together; the limit is 256: ask for at most 56"
+        in done.stderr
+    )
 
 
 def test_a_piped_chat_answers_line_by_line(model: str) -> None:
@@ -122,7 +155,9 @@ def test_a_piped_chat_answers_line_by_line(model: str) -> None:
 
 
 def test_a_chat_remembers_and_says_when_it_is_full(model: str) -> None:
-    done = run("chat", "--max-tokens", "4", "--max-context", "256", model=model, given=b"abc\nabc\n" + b"x" * 300 + b"\nabc\n")
+    done = run(
+        "chat", "--max-tokens", "4", "--max-context", "256", model=model, given=b"abc\nabc\n" + b"x" * 300 + b"\nabc\n"
+    )
     assert done.returncode == 0
     assert done.stdout.count(b"\n") == 3, "the turn that did not fit was dropped, the others were answered"
     assert re.search(rb"^\(the prompt has \d+ tokens; .*; /reset starts anew\)\n$", done.stderr)
@@ -313,8 +348,8 @@ def test_phases_add_up_to_the_time_from_the_start_of_the_process_and_torch_stays
 
 @pytest.mark.weights
 def test_the_first_command_of_the_readme_answers_within_its_memory(smollm2_gguf: Path) -> None:
-    done = run("generate", "What is the capital of France?", "--model", str(smollm2_gguf), "--max-tokens", "20")
+    done = run("generate", "Why is the sky blue?", "--model", str(smollm2_gguf), "--max-tokens", "40")
     assert done.returncode == 0
-    assert b"Paris" in done.stdout
+    assert b"light" in done.stdout
     # The largest of all children of this test process: a bound from above.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 700_000

@@ -13,7 +13,9 @@ from tradewind.contract.request import SamplingParams
 
 NEW = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-DRAWN = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7, max_tokens=NEW, ignore_eos=True)
+DRAWN = SamplingParams(
+    temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7, max_tokens=NEW, ignore_eos=True
+)
 PLAIN_MEANS: dict[str, Any] = {"tape": False, "overlap": False, "prefix_cache": False}
 
 
@@ -93,5 +95,7 @@ def test_samples_of_one_prompt_share_its_pages_and_equal_samples_alone(folder: P
 def test_the_plain_ops_agree_with_the_library(folder: Path, alone: dict[str, list[tuple[int, ...]]]) -> None:
     """Not bit for bit: torch sums in another order. With random weights the best token wins clearly."""
     with engine_of(folder, backend="plain", tape=False) as engine:
-        found = answers(engine, requests(engine, prompts(4), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)))
+        found = answers(
+            engine, requests(engine, prompts(4), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+        )
     assert found == [answer[:6] for answer in alone["greedy"][:4]]

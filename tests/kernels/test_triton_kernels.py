@@ -172,13 +172,13 @@ def linear_truth(x, weight, scale, norm_weight, bias, residual, gated):
 def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, config):
     rows = 1 if isinstance(config, GemvConfig) else 5
     features, depth = 20, 192
-    x = normal(rng, rows, depth, dtype=F32 if with_norm else BF16)
+    x = normal(rng, rows, depth, dtype=F32 if with_norm and rows == 1 else BF16)
     weight = normal(rng, features * (2 if gated else 1), depth)
     scale = None
     if fp8:
         scale = (weight.float().abs().amax(1) / 448).contiguous()
         weight = (weight.float() / scale[:, None]).clamp(-448, 448).to(FP8)
-    norm_weight = normal(rng, depth) if with_norm else None
+    norm_weight = normal(rng, depth) if with_norm and rows == 1 else None
     bias = normal(rng, len(weight)) if with_bias else None
     out = normal(rng, rows, features, dtype=F32 if with_residual else BF16)
     residual = out if with_residual else None
@@ -186,7 +186,7 @@ def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, con
     workspace = arrived = None
     if isinstance(config, TileConfig) and config.split > 1:
         workspace = torch.full((skinny.workspace_floats(features, config=config, gated=gated),), float("nan"), device=DEVICE)
-        arrived = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+        arrived = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     skinny.skinny_linear(
         x, weight, out=out, scale=scale, bias=bias, norm=norm_weight, eps=1e-5, gated=gated, residual=residual,
         config=config, workspace=workspace, arrived=arrived,
@@ -250,8 +250,8 @@ def test_paged_decode(rng, splits, heads, kv_heads, dim, extra):
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("with_norm", [True, False])
-@pytest.mark.parametrize("kv", [BF16, FP8])
-def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv):
+@pytest.mark.parametrize(("kv", "early"), [(BF16, False), (BF16, True), (FP8, True)])
+def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, early):
     heads, kv_heads, dim, lengths = 4, 2, 32, [1, 17, 64, 90]
     _, k, v, starts, length, table = paged_case(rng, counts=[1] * 4, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv)
     qkv = normal(rng, 4, (heads + 2 * kv_heads) * dim)
@@ -269,7 +269,7 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv):
     decode.paged_decode(
         qkv, k, v, lengths=length, page_table=table, heads=heads, scale=dim**-0.5, angles=angles, q_weight=weights[0],
         k_weight=weights[1], eps=1e-6, out=out, config=DecodeConfig(splits=splits, block_n=16, warps=4, stages=2),
-        workspace=workspace, arrived=torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE),
+        workspace=workspace, arrived=torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE), early=early,
     )  # fmt: skip
     tolerance = 1.5 * BF16_TOLERANCE if kv == BF16 else 0.04
     assert difference(out, truth) < tolerance
@@ -278,8 +278,8 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 24)])
 @pytest.mark.parametrize("extra", ["none", "window", "softcap", "sinks", "fp8"])
-@pytest.mark.parametrize("block_n", [16, 32])
-def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n):
+@pytest.mark.parametrize(("block_n", "tma"), [(16, False), (32, False), (16, True)])
+def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma):
     counts, lengths = [20, 1, 7], [20, 35, 60]
     kv = FP8 if extra == "fp8" else BF16
     q, k, v, starts, length, table = paged_case(rng, counts=counts, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv)
@@ -291,7 +291,7 @@ def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n):
     if extra == "window":
         table[2, : (60 - 7 - 18 + 1) // PAGE] = 0
     out = torch.zeros_like(q)
-    config = PrefillConfig(block_m=16, block_n=block_n, warps=4, stages=2)
+    config = PrefillConfig(block_m=16, block_n=block_n, warps=4, stages=2, tma=tma)
     starts = torch.cat([starts, starts[-1:]])  # an empty row beyond the live ones
     length, table = torch.cat([length, ints([0])]), torch.cat([table, table[:1] * 0])
     prefill.paged_prefill(

@@ -305,7 +305,14 @@ def test_a_cut_answer_is_a_beginning_of_the_whole_one(
         assert ours.complete or ours.why == "cut"
     for call in found.calls[:-1]:
         assert call.complete
-    assert (whole.reasoning or "").startswith((found.reasoning or "").rstrip(" \n"))
+    thought = found.reasoning or ""
+    for marker in ("</think>", "<|end|>", "<|start|>"):
+        # The beginning of a marker at the very end is text: nobody knows what it would have become.
+        for length in range(1, len(marker)):
+            if shorter.endswith(marker[:length]) and thought.endswith(marker[:length]):
+                thought = thought[:-length]
+                break
+    assert (whole.reasoning or "").startswith(thought.rstrip(" \n"))
 
 
 soup = st.lists(

@@ -1,7 +1,7 @@
 """Requests in, tokens out, in this process: in the caller's thread, or with the engine in a thread of its own.
 
 Knows: which handle waits for which request. Refuses to know: text, scheduling. Between client and loop pass only frozen orders
-(`engine.loop.Order`) one way and reports (`engine.columns.Report`) the other, so that a process border can be put there.
+(`engine.loop.Order`) one way and reports (`engine.columns.Report`) the other; `engine.remote` puts a process border there.
 
       synchronous     for event in handle  ->  the caller's thread runs the engine until the event is there
       threaded        start() ... close()  ->  a thread runs it; handles may be read from any thread or by asyncio
@@ -12,22 +12,24 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import Self
 
 from tradewind.contract.errors import EngineDeadError, RequestError
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.columns import Report, StepTokens
-from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget
+from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget, Order
 
 
 class Handle:
     """One request's answer as it comes. Read by one reader; written by the client."""
 
-    def __init__(self, client: LocalClient, request: Request, *, stream: bool) -> None:
+    def __init__(self, client: Client, request: Request, *, stream: bool) -> None:
         self.request = request
         self.stream = stream
         self.tokens: list[int] = []
@@ -108,21 +110,24 @@ class Handle:
             self._async = None
 
 
-class LocalClient:
-    """Submits requests to an engine in this process; a context manager that leaves no thread behind."""
+class Client:
+    """What every client is: handles by request id, and the delivery of reports to them. The engine is behind the subclass."""
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._handles: dict[str, Handle] = {}
-        self._work = threading.Event()
-        self._stop = False
-        self._thread: threading.Thread | None = None
-        self._closed = False
         self._lock = threading.Lock()
+        self._closed: str | None = None
+        """Why no request is taken any more."""
 
     @property
     def threaded(self) -> bool:
-        return self._thread is not None
+        """Whether somebody else runs the engine; otherwise whoever reads a handle does."""
+        return True
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._handles)
 
     def submit(self, request: Request, *, stream: bool = True) -> Handle:
         """Queues a request. Raises RequestError or LimitError when it can never run, EngineDeadError when nothing can.
@@ -130,33 +135,27 @@ class LocalClient:
         With stream=False only the last event is kept; `Handle.tokens` has the whole answer either way.
         """
         handle = Handle(self, request, stream=stream)
-        self._loop.check(request)
+        self._check(request)
         with self._lock:
-            if self._closed:
-                raise EngineDeadError("the engine was closed")
+            if self._closed is not None:
+                raise EngineDeadError(self._closed)
             if request.id in self._handles:
                 raise RequestError(f"a request with the id '{request.id}' is already there: ids must differ")
             self._handles[request.id] = handle
-            self._loop.post(Add(request))
-        self._work.set()
+            self._post(Add(request))
         return handle
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with "abort"; does nothing when it is over."""
-        self._loop.post(Cancel(request_id))
-        self._work.set()
+        self._post(Cancel(request_id))
 
     def finish(self, request_id: str, *, reason: FinishReason = "stop") -> None:
         """Ends a request because its text is complete; does nothing when it is over."""
-        self._loop.post(Finish(request_id, reason))
-        self._work.set()
+        self._post(Finish(request_id, reason))
 
     def forget(self) -> None:
         """Empties the prefix cache of what no running request uses."""
-        self._loop.post(Forget())
-        self._work.set()
-        if not self.threaded:
-            self.drive()
+        self._post(Forget())
 
     def run(self, requests: Iterable[Request]) -> list[Handle]:
         """Submits all and waits until all have ended; the handles in the same order."""
@@ -165,58 +164,40 @@ class LocalClient:
             handle.result()
         return handles
 
-    # -- driving -----------------------------------------------------------------------------------------------------
-
     def drive(self) -> bool:
-        """Runs one turn in the caller's thread; whether there is more to do. Not while the engine has its own thread.
+        """Runs one turn of the engine in the caller's thread; whether there is more to do."""
+        raise RuntimeError("the engine is run elsewhere")
 
-        Ctrl-C is raised after the turn, so that the engine can be used again; a second Ctrl-C is raised at once.
-        """
-        assert self._thread is None, "the engine runs in its own thread"
-        if not self._loop.busy:
-            if self._handles:
-                raise EngineDeadError(self._loop.dead or "the engine has nothing to do, but requests are open")
-            return False
-        with _uninterrupted():
-            self._turn()
-        return self._loop.busy
+    def close(self) -> None:
+        """Ends open requests with "abort", and the engine. A second call does nothing."""
+        raise NotImplementedError
 
-    def _turn(self) -> None:
-        try:
-            self._deliver(self._loop.run_once())
-        except Exception:
-            self._fail_open()
-            raise
-
-    def start(self) -> LocalClient:
-        """Gives the engine a thread of its own; `close` ends it."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tradewind-engine", daemon=True)
-            self._thread.start()
+    def __enter__(self) -> Self:
         return self
 
-    def _run(self) -> None:
-        while not self._stop:
-            self._work.clear()
-            if self._loop.busy:
-                try:
-                    self._deliver(self._loop.run_once())
-                except Exception:  # run_once recorded why in loop.dead; every reader is told with that text
-                    self._fail_open()
-                    return
-            else:
-                self._work.wait()
-        self._deliver(self._loop.close())
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
-    def _fail_open(self) -> None:
-        """Ends handles whose last event will never come."""
-        why = self._loop.dead or "the engine stopped"
+    # -- for the subclass --------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        """Raises what a request that can never run deserves."""
+        raise NotImplementedError
+
+    def _post(self, order: Order) -> None:
+        """Gives an order to the engine; does not wait for it."""
+        raise NotImplementedError
+
+    def _fail(self, why: str) -> None:
+        """Ends handles whose last event will never come; nothing is taken from here on."""
         with self._lock:
-            self._closed = True
+            self._closed = self._closed or why
             ended: list[Report] = [
                 TokensOut(
                     request_id=request_id,
-                    at_s=0.0,
+                    at_s=time.monotonic(),
                     tokens=(),
                     finish="error",
                     error=why,
@@ -249,9 +230,13 @@ class LocalClient:
                     self._push(handle, report, waking)
                 if report.finish is not None:  # last, so that whoever sees `done` finds the event
                     handle.last = report
+        here = asyncio._get_running_loop() if waking else None
         for loop, events in waking.items():
             try:
-                loop.call_soon_threadsafe(_set_all, events)
+                if loop is here:
+                    _set_all(events)
+                else:
+                    loop.call_soon_threadsafe(_set_all, events)
             except RuntimeError:  # that asyncio loop was closed: its readers are gone
                 continue
 
@@ -264,11 +249,82 @@ class LocalClient:
         if waiter is not None:
             waking.setdefault(waiter[0], []).append(waiter[1])
 
+
+class LocalClient(Client):
+    """Submits requests to an engine in this process; a context manager that leaves no thread behind."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._work = threading.Event()
+        self._stop = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def threaded(self) -> bool:
+        return self._thread is not None
+
+    def forget(self) -> None:
+        """Empties the prefix cache of what no running request uses."""
+        super().forget()
+        if not self.threaded:
+            self.drive()
+
+    def _check(self, request: Request) -> None:
+        self._loop.check(request)
+
+    def _post(self, order: Order) -> None:
+        self._loop.post(order)
+        self._work.set()
+
+    # -- driving -----------------------------------------------------------------------------------------------------
+
+    def drive(self) -> bool:
+        """Runs one turn in the caller's thread; whether there is more to do. Not while the engine has its own thread.
+
+        Ctrl-C is raised after the turn, so that the engine can be used again; a second Ctrl-C is raised at once.
+        """
+        assert self._thread is None, "the engine runs in its own thread"
+        if not self._loop.busy:
+            if self._handles:
+                raise EngineDeadError(self._loop.dead or "the engine has nothing to do, but requests are open")
+            return False
+        with _uninterrupted():
+            self._turn()
+        return self._loop.busy
+
+    def _turn(self) -> None:
+        try:
+            self._deliver(self._loop.run_once())
+        except Exception:
+            self._fail(self._loop.dead or "the engine stopped")
+            raise
+
+    def start(self) -> LocalClient:
+        """Gives the engine a thread of its own; `close` ends it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tradewind-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._work.clear()
+            if self._loop.busy:
+                try:
+                    self._deliver(self._loop.run_once())
+                except Exception:  # run_once recorded why in loop.dead; every reader is told with that text
+                    self._fail(self._loop.dead or "the engine stopped")
+                    return
+            else:
+                self._work.wait()
+        self._deliver(self._loop.close())
+
     def close(self) -> None:
         """Ends open requests with "abort", the thread, and the executor. A second call does nothing."""
         with self._lock:
-            already, self._closed = self._closed and self._stop, True
-            self._stop = True
+            already, self._stop = self._stop, True
+            self._closed = self._closed or "the engine was closed"
         if already:
             return
         self._work.set()
@@ -276,15 +332,7 @@ class LocalClient:
             self._thread.join()
         self._deliver(self._loop.close())
         if self._handles:
-            self._fail_open()
-
-    def __enter__(self) -> LocalClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            self._fail(self._loop.dead or "the engine stopped")
 
 
 @contextmanager

@@ -72,6 +72,8 @@ class EngineLoop:
         self._closed = False
         self.dead: str | None = None
         """Why no step can be done any more."""
+        self.doing: tuple[str, float] = ("nothing", clock())
+        """Which verb it is at, and since when: for a watchdog in another thread."""
 
     @property
     def busy(self) -> bool:
@@ -107,10 +109,12 @@ class EngineLoop:
             self._tell(self._die(f"{type(error).__name__}: {error}"))
             raise
         self._tell(reports)
+        self.doing = ("nothing", self._clock())
         return reports
 
     def _turn(self) -> list[Report]:
         scheduler = self.scheduler
+        self.doing = ("decide", self._clock())
         refused = self._take_orders()
         if self.dead is not None:
             return [*refused, *self._die(self.dead)]
@@ -118,6 +122,7 @@ class EngineLoop:
             step = scheduler.decide(self._clock())
             if step is not None:
                 self._fruitless = 0
+                self.doing = (f"submit step {step.number}", self._clock())
                 self._executor.submit(step)
             elif not scheduler.flying and scheduler.unfinished:
                 self._fruitless += 1
@@ -126,8 +131,11 @@ class EngineLoop:
             if step is not None and scheduler.flying < scheduler.schedule.steps_in_flight:
                 return [*refused, *scheduler.take_reports()]
         if scheduler.flying:
+            self.doing = ("collect", self._clock())
             result = self._executor.collect()
-            return [*refused, *scheduler.absorb(result, self._clock())]
+            now = self._clock()
+            self.doing = (f"absorb step {result.number}", now)
+            return [*refused, *scheduler.absorb(result, now)]
         return [*refused, *scheduler.take_reports()]
 
     def _take_orders(self) -> list[Report]:

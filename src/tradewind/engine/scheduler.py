@@ -108,6 +108,10 @@ class Scheduler:
         sequence = self._live.get(request_id)
         return sequence.state if sequence else None
 
+    def sequences(self) -> list[Sequence]:
+        """Those that have not ended, for a look from outside; a copy, safe to make in any thread."""
+        return list(self._live.values())
+
     def take_reports(self) -> list[Report]:
         """Everything reported since the last call, in order."""
         out = list(self._out)

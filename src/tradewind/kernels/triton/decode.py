@@ -49,7 +49,7 @@ def _decode_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, DOT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
-    COUNTED: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     split = tl.program_id(0)
@@ -62,17 +62,27 @@ def _decode_kernel(
     j = tl.arange(0, BM)
     live_h = j < RATIO
     q_mask = live_h[:, None] & live_d[None, :]
+    d = tl.arange(0, 2 * HALF)
+    live_v = d < D
+    n = tl.arange(0, BN)
     if FUSED and NORM:
         w1 = tl.load(q_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
         w2 = tl.load(q_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
-    wait_for_previous(PDL)
+        kw1 = tl.load(k_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
+        kw2 = tl.load(k_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
+    if not EARLY:
+        wait_for_previous(PDL)
     if COUNTED:
         if row >= tl.load(rows_ptr):
+            if EARLY:
+                wait_for_previous(PDL)
             return
     token = row
     if STARTS:  # rows of several tokens are another kernel's
         token = tl.load(starts_ptr + row)
         if tl.load(starts_ptr + row + 1) - token != 1:
+            if EARLY:
+                wait_for_previous(PDL)
             return
     length = tl.load(lengths_ptr + row)
     first = 0
@@ -81,18 +91,40 @@ def _decode_kernel(
     chunk = tl.cdiv(tl.cdiv(length - first, BN), SPLITS) * BN
     begin = first + split * chunk
     if begin >= length:
+        if EARLY:
+            wait_for_previous(PDL)
         return
     splits = tl.cdiv(length - first, chunk)
     end = tl.minimum(begin + chunk, length)
     stop = end
     if FUSED:  # the last key is not in the pages yet
         stop = tl.minimum(end, length - 1)
+    table = table_ptr + row.to(tl.int64) * table_stride
+    last = length - 1
+    if FUSED:
+        last_page = tl.load(table + last // B).to(tl.int64)
+        angle = angles_ptr + last.to(tl.int64) * D
+        cos = tl.load(angle + i, mask=live_d, other=0.0)
+        sin = tl.load(angle + HALF_D + i, mask=live_d, other=0.0)
+    position = begin + n
+    if EARLY:  # older keys were written long ago: their way from memory overlaps the matmul before us
+        seen = position < stop
+        if WINDOW:
+            seen = seen & (position >= length - window)
+        page = tl.load(table + position // B, mask=seen, other=0).to(tl.int64)
+        at = (page * G + g) * (B * D) + (position % B) * D
+        k1 = tl.load(k_ptr + at[None, :] + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0)
+        k2 = tl.load(k_ptr + at[None, :] + HALF_D + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0)
+        value = tl.load(v_ptr + at[:, None] + d[None, :], mask=seen[:, None] & live_v[None, :], other=0.0)
+        wait_for_previous(PDL)
 
     if FUSED:
         base = q_ptr + token.to(tl.int64) * ((H + 2 * G) * D)
-        angle = angles_ptr + (length - 1).to(tl.int64) * D
-        cos = tl.load(angle + i, mask=live_d, other=0.0)
-        sin = tl.load(angle + HALF_D + i, mask=live_d, other=0.0)
+        # All programs load the new key and value, so that the one that needs them does not wait for them later.
+        new_k = base + (H + g) * D + i
+        ka = tl.load(new_k, mask=live_d, other=0.0).to(tl.float32)
+        kb = tl.load(new_k + HALF_D, mask=live_d, other=0.0).to(tl.float32)
+        new_v = tl.load(base + (H + G + g) * D + d, mask=live_v, other=0.0).to(tl.float32)
     else:
         base = q_ptr + token.to(tl.int64) * (H * D)
     q_at = base + (g * RATIO + j)[:, None] * D + i[None, :]
@@ -113,47 +145,45 @@ def _decode_kernel(
     # Scores are kept in units of log 2, so that exp2 serves; with a cap they stay natural until it has been applied.
     LOG2E: tl.constexpr = 1.4426950408889634
     factor_k = scale * k_scale
-    d = tl.arange(0, 2 * HALF)
-    live_v = d < D
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, 2 * HALF], tl.float32)
-    table = table_ptr + row.to(tl.int64) * table_stride
-    n = tl.arange(0, BN)
-    for start in range(begin, stop, BN):
+    rest = begin
+    if EARLY:
+        score = tl.dot(q2, k2.to(DOT), tl.dot(q1, k1.to(DOT)))
+        score = capped(score * factor_k, CAP, cap) * LOG2E
+        score = tl.where(seen[None, :], score, float("-inf"))
+        top, total, acc = _fold(score, value.to(DOT), top, total, acc, DOT)
+        rest = begin + BN
+    for start in range(rest, stop, BN):
         position = start + n
         seen = position < stop
         if WINDOW:
             seen = seen & (position >= length - window)
         page = tl.load(table + position // B, mask=seen, other=0).to(tl.int64)
         at = (page * G + g) * (B * D) + (position % B) * D
-        k1 = tl.load(k_ptr + at[None, :] + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0).to(DOT)
-        k2 = tl.load(k_ptr + at[None, :] + HALF_D + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0).to(DOT)
-        value = tl.load(v_ptr + at[:, None] + d[None, :], mask=seen[:, None] & live_v[None, :], other=0.0).to(DOT)
-        score = tl.dot(q2, k2, tl.dot(q1, k1))
+        k1 = tl.load(k_ptr + at[None, :] + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0)
+        k2 = tl.load(k_ptr + at[None, :] + HALF_D + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0)
+        value = tl.load(v_ptr + at[:, None] + d[None, :], mask=seen[:, None] & live_v[None, :], other=0.0)
+        score = tl.dot(q2, k2.to(DOT), tl.dot(q1, k1.to(DOT)))
         score = capped(score * factor_k, CAP, cap) * LOG2E
         score = tl.where(seen[None, :], score, float("-inf"))
-        top, total, acc = _fold(score, value, top, total, acc, DOT)
+        top, total, acc = _fold(score, value.to(DOT), top, total, acc, DOT)
     acc *= v_scale
 
     if FUSED:
         if end == length:
-            new_k = base + (H + g) * D + i
-            ka = tl.load(new_k, mask=live_d, other=0.0).to(tl.float32)
-            kb = tl.load(new_k + HALF_D, mask=live_d, other=0.0).to(tl.float32)
             if NORM:
                 k_factor = tl.rsqrt((tl.sum(ka * ka, 0) + tl.sum(kb * kb, 0)) / D + eps)
-                ka = ka * k_factor * tl.load(k_weight_ptr + i, mask=live_d, other=0.0).to(tl.float32)
-                kb = kb * k_factor * tl.load(k_weight_ptr + HALF_D + i, mask=live_d, other=0.0).to(tl.float32)
+                ka = ka * k_factor * kw1
+                kb = kb * k_factor * kw2
             k_1 = stored(ka * cos - kb * sin, k_scale, k_ptr)
             k_2 = stored(kb * cos + ka * sin, k_scale, k_ptr)
-            new_v = stored(tl.load(base + (H + G + g) * D + d, mask=live_v, other=0.0).to(tl.float32), v_scale, v_ptr)
-            last = length - 1
-            last_page = tl.load(table + last // B).to(tl.int64)
+            v_new = stored(new_v, v_scale, v_ptr)
             last_at = (last_page * G + g) * (B * D) + (last % B) * D
             tl.store(k_ptr + last_at + i, k_1, mask=live_d)
             tl.store(k_ptr + last_at + HALF_D + i, k_2, mask=live_d)
-            tl.store(v_ptr + last_at + d, new_v, mask=live_v)
+            tl.store(v_ptr + last_at + d, v_new, mask=live_v)
             k_1_wide = k_1.to(DOT).to(tl.float32)
             k_2_wide = k_2.to(DOT).to(tl.float32)
             last_score = tl.sum(q1.to(tl.float32) * k_1_wide[None, :], 1) + tl.sum(q2.to(tl.float32) * k_2_wide[None, :], 1)
@@ -161,7 +191,7 @@ def _decode_kernel(
             new_top = tl.maximum(top, last_score)
             last_shrink = tl.exp2(top - new_top)
             last_p = tl.exp2(last_score - new_top)
-            acc = acc * last_shrink[:, None] + last_p[:, None] * (new_v.to(tl.float32) * v_scale)[None, :]
+            acc = acc * last_shrink[:, None] + last_p[:, None] * (v_new.to(tl.float32) * v_scale)[None, :]
             total = total * last_shrink + last_p
             top = new_top
 
@@ -232,6 +262,7 @@ def paged_decode(
     workspace: Tensor | None = None,
     arrived: Tensor | None = None,
     pdl: bool = False,
+    early: bool = False,
 ) -> None:
     """out [T, H D] = attention of each one-token row over its pages; other rows (by query_start int32 [R + 1]) are left alone.
 
@@ -240,11 +271,14 @@ def paged_decode(
     float32 or e4m3 (value = stored * scale). lengths int32 [R] counts the new token. page_table int32 [R, P]. rows: int32 [1] on the
     device, live rows. Without query_start row r is token r. sinks [H]: exp(sink) joins the denominator.
     workspace float32 (`decode_workspace_floats`), arrived int32 [R G] zeros (left zero): only for config.splits > 1.
+    early (fused only): lengths, page table and the first tile of older keys are read before the wait for the previous kernel; that kernel must
+    have been launched with `late`, and must not write any of them.
     Source: FlashAttention 2 (Dao 2023), split-KV decode.
     """
     count, kv_heads, page_tokens, dim = lengths.shape[0], *k_pages.shape[1:]
     assert dim % 2 == 0 and heads % kv_heads == 0
     fused = angles is not None
+    assert fused or not early, "only the fused kernel reads older keys alone"
     assert not fused or angles.shape[1] == dim, "the fused rotation covers the whole head"
     assert pow2(config.splits) == config.splits, f"{config.splits} splits are no power of two"
     assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
@@ -258,7 +292,7 @@ def paged_decode(
         H=heads, G=kv_heads, D=dim, B=page_tokens,
         BM=pow2(heads // kv_heads, 16), BN=config.block_n, HALF=pow2(dim // 2, 16), SPLITS=config.splits, DOT=dot,
         WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
-        FUSED=fused, NORM=q_weight is not None, COUNTED=rows is not None,
+        FUSED=fused, NORM=q_weight is not None, EARLY=early, COUNTED=rows is not None,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 

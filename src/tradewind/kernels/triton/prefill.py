@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tradewind.kernels.triton.decode import capped
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
@@ -24,19 +25,28 @@ from tradewind.kernels.triton.tuning import PrefillConfig
 def _block(
     q, k_ptr, v_ptr, table, start, lowest, length, position, top, total, acc, g, window, factor_k, cap,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     n = tl.arange(0, BN)
     d = tl.arange(0, DP)
     key = start + n
-    if B % BN == 0:
+    if TMA:
+        # A tile lies in one page: one copy by the tensor engine. Values beyond the row's end may be anything finite or not.
+        line = (tl.load(table + start // B) * G + g) * B + start % B
+        k = tl.trans(k_ptr.load([line, 0]))
+        v = v_ptr.load([line, 0])
+        if MASK:
+            v = tl.where(((key >= lowest) & (key < length))[:, None], v, 0.0)
+    elif B % BN == 0:
         # A tile lies in one page: one scalar look-up.
         page = tl.load(table + start // B).to(tl.int64)
         at = (page * G + g) * (B * D) + (start % B + n) * D
     else:
         page = tl.load(table + key // B, mask=(key >= lowest) & (key < length), other=0).to(tl.int64)
         at = (page * G + g) * (B * D) + (key % B) * D
-    if MASK:
+    if TMA:
+        pass
+    elif MASK:
         inside = (key >= lowest) & (key < length)  # what a dropped page holds must not matter
         if D == DP:
             k = tl.load(k_ptr + at[None, :] + d[:, None], mask=inside[None, :], other=0.0)
@@ -52,22 +62,22 @@ def _block(
             k = tl.load(k_ptr + at[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
     score = tl.dot(q, k.to(DOT))
+    factor = factor_k * 1.4426950408889634
     if CAP:
-        score = capped(score * factor_k, CAP, cap) * 1.4426950408889634
-    else:
-        score = score * (factor_k * 1.4426950408889634)
+        score = capped(score * factor_k, CAP, cap)
+        factor = 1.4426950408889634
     if MASK:
         seen = key[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(top, tl.max(score, 1))
+        new = tl.maximum(top, tl.max(score, 1) * factor)
         safe = tl.where(new == float("-inf"), 0.0, new)
     else:
-        new = tl.maximum(top, tl.max(score, 1))
+        new = tl.maximum(top, tl.max(score, 1) * factor)
         safe = new
     shrink = tl.exp2(top - safe)
-    p = tl.exp2(score - safe[:, None])
+    p = tl.exp2(score * factor - safe[:, None])
     acc = tl.dot(p.to(DOT), v.to(DOT), acc * shrink[:, None])
     return new, total * shrink + tl.sum(p, 1), acc
 
@@ -78,7 +88,8 @@ def _prefill_kernel(
     R, table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
     BQ: tl.constexpr, RATIO: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, STEPS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SINGLES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SINGLES: tl.constexpr, COUNTED: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -131,19 +142,19 @@ def _prefill_kernel(
         for start in range(lowest // BN * BN, end, BN):
             top, total, acc = _block(
                 q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
-                G, D, DP, B, BN, DOT, True, WINDOW, CAP,
+                G, D, DP, B, BN, DOT, True, WINDOW, CAP, TMA,
             )  # fmt: skip
     else:
         whole = (oldest + 1) // BN * BN  # keys that every query of the tile sees, in whole tiles
         for start in range(0, whole, BN):
             top, total, acc = _block(
                 q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
-                G, D, DP, B, BN, DOT, False, WINDOW, CAP,
+                G, D, DP, B, BN, DOT, False, WINDOW, CAP, TMA,
             )  # fmt: skip
         for start in range(whole, end, BN):
             top, total, acc = _block(
                 q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
-                G, D, DP, B, BN, DOT, True, WINDOW, CAP,
+                G, D, DP, B, BN, DOT, True, WINDOW, CAP, TMA,
             )  # fmt: skip
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
@@ -185,11 +196,17 @@ def paged_prefill(
     assert config.block_m % ratio == 0, f"{config.block_m} rows a tile, {ratio} heads packed"
     block_q = config.block_m // ratio
     dot = {"float32": tl.float32, "float16": tl.float16}.get(str(k_pages.dtype).removeprefix("torch."), tl.bfloat16)
+    tma = config.tma and page_tokens % config.block_n == 0 and dim == pow2(dim, 16)
+    keys, values = k_pages, v_pages
+    if tma:
+        flat = (-1, dim)
+        keys = TensorDescriptor.from_tensor(k_pages.view(flat), [config.block_n, dim])
+        values = TensorDescriptor.from_tensor(v_pages.view(flat), [config.block_n, dim])
     _prefill_kernel[(capacity // block_q + count, kv_heads)](
-        q, k_pages, v_pages, out, page_table, lengths, query_start, rows if rows is not None else lengths,
+        q, keys, values, out, page_table, lengths, query_start, rows if rows is not None else lengths,
         sinks if sinks is not None else lengths, count, page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, DP=pow2(dim, 16), B=page_tokens,
         BQ=block_q, RATIO=ratio, BN=config.block_n, DOT=dot, STEPS=max(1, count.bit_length()),
-        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, COUNTED=rows is not None,
+        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, COUNTED=rows is not None, TMA=tma,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip

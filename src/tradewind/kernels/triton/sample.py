@@ -514,7 +514,7 @@ def _logprobs_kernel(
     logits = logits_ptr + row.to(tl.int64) * V
     token = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + token, mask=token < V, other=float("-inf"))
-    chosen = tl.load(tokens_ptr + row)
+    chosen = tl.maximum(tl.load(tokens_ptr + row), 0)  # a refused row has -1
     own = tl.load(logits + chosen)
     # part of a row: BLOCKS maxima, BLOCKS sums, then TOP values of each block; part_id: BLOCKS counts, then the ids of those values.
     WIDTH: tl.constexpr = BLOCKS * (2 + TOP)

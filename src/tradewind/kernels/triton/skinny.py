@@ -1,11 +1,12 @@
-"""Matmul for few rows at the speed of memory: GEMV for one row, tensor-core tiles with swapped operands for 2..16.
+"""Matmul for few rows at the speed of memory: GEMV for one row, tensor-core tiles with swapped operands for 2..64.
 
-Knows: how to stream a row-major weight matrix [N, K] once, and what can be folded into that pass: the RMS norm of the input (every program
-sees the whole row anyway), SiLU-mul of gate and up, per-channel scales, the residual add. Refuses to know: which layer it computes.
+Knows: how to stream a row-major weight matrix [N, K] once, and what can be folded into that pass: the RMS norm of the input (GEMV: every
+program sees the whole row anyway; in the tiles it cost more than a launch), SiLU-mul of gate and up, per-channel scales, the residual add.
+Refuses to know: which layer it computes.
 
-    GEMV     program = ROWS outputs; weights of its first BLOCK_K columns are loaded before the wait for the previous kernel
-    tiles    program = BN outputs x all rows x one of SPLIT pieces of K; W [BN, BK] is the left operand, so the tall side of the tensor
-             core is filled by weights; the last program of a tile to arrive adds the pieces in order (bit-equal from run to run)
+    GEMV     program = ROWS weight rows; their of its first BLOCK_K columns are loaded before the wait for the previous kernel
+    tiles    program = BN weight rows x all input rows x one of SPLIT pieces of K; W [BN, BK] is the left operand, so the tall side of the
+             tensor core is filled by weights; the last program of a tile to arrive adds the pieces in order (bit-equal from run to run)
 
 The residual may be the output: each element is read and written by one program only.
 """
@@ -29,10 +30,44 @@ from tradewind.kernels.triton.tuning import GemvConfig, TileConfig
 
 @triton.jit
 def _weights(pointers, mask, MASKED: tl.constexpr):
-    """A tile of weights: each byte is used once, so it shall not push the shared input out of L1."""
+    """A piece of a weight row: each byte is used once, so it shall not push the shared input out of L1."""
     if MASKED:
         return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
     return tl.load(pointers, eviction_policy="evict_first")
+
+
+@triton.jit
+def _add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def _finish(
+    y, u, n, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N,
+    GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The epilogue of output n (a scalar); u is the up sum of a gated pair."""
+    live = n < N
+    y *= factor
+    if SCALED:
+        y *= tl.load(scale_ptr + n, mask=live, other=0.0)
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        u *= factor
+        if SCALED:
+            u *= tl.load(scale_ptr + N + n, mask=live, other=0.0)
+        if BIAS:
+            u += tl.load(bias_ptr + N + n, mask=live, other=0.0).to(tl.float32)
+        y = activated(y, GELU) * u
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -40,145 +75,149 @@ def _gemv_kernel(
     x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, N, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK_K)
-    at = w_ptr + n[:, None] * K + column[None, :]
-    inside = (n < N)[:, None] & (column < K)[None, :]
-    w = _weights(at, inside, MASKED)
-    if GATED:
-        u = _weights(at + N * K, inside, MASKED)
+    if not LATE:
+        let_next_start(PDL)
+    # Up to four weight rows: neighbours, or gate, up, gate, up. Rows and input are tiles of one shape [1, BLOCK_K], because only those get
+    # one layout from the compiler; with other shapes every chunk of x goes through shared memory and a barrier.
+    first = tl.program_id(0) * (ROWS // 2 if GATED else ROWS)
+    last = N - 1
+    r0 = tl.minimum(first, last)
+    r1 = r0 + N if GATED else tl.minimum(first + 1, last)
+    r2 = tl.minimum(first + 1 if GATED else first + 2, last)
+    r3 = r2 + N if GATED else tl.minimum(first + 3, last)
+    column = tl.arange(0, BLOCK_K)[None, :]
+    p0 = w_ptr + r0 * K + column
+    p1 = w_ptr + r1 * K + column
+    p2 = w_ptr + r2 * K + column
+    p3 = w_ptr + r3 * K + column
+    inside = column < K
+    w0 = _weights(p0, inside, MASKED)
+    if ROWS > 1:
+        w1 = _weights(p1, inside, MASKED)
+    if ROWS > 2:
+        w2 = _weights(p2, inside, MASKED)
+        w3 = _weights(p3, inside, MASKED)
     if NORM:
-        norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_previous(PDL)
-    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    total_u = tl.zeros([ROWS, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
+    if LATE:
+        let_next_start(PDL)
+    t0 = tl.zeros([1, BLOCK_K], tl.float32)
+    t1 = tl.zeros([1, BLOCK_K], tl.float32)
+    t2 = tl.zeros([1, BLOCK_K], tl.float32)
+    t3 = tl.zeros([1, BLOCK_K], tl.float32)
+    squares = tl.zeros([1, BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + column, mask=start + column < K, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
             x = x * norm.to(tl.float32)
-        total += w.to(tl.float32) * x[None, :]
-        if GATED:
-            total_u += u.to(tl.float32) * x[None, :]
+        t0 += w0.to(tl.float32) * x
+        if ROWS > 1:
+            t1 += w1.to(tl.float32) * x
+        if ROWS > 2:
+            t2 += w2.to(tl.float32) * x
+            t3 += w3.to(tl.float32) * x
         if start + BLOCK_K < K:
-            inside = (n < N)[:, None] & (start + BLOCK_K + column < K)[None, :]
-            w = _weights(at + start + BLOCK_K, inside, MASKED)
-            if GATED:
-                u = _weights(at + N * K + start + BLOCK_K, inside, MASKED)
+            inside = start + BLOCK_K + column < K
+            w0 = _weights(p0 + start + BLOCK_K, inside, MASKED)
+            if ROWS > 1:
+                w1 = _weights(p1 + start + BLOCK_K, inside, MASKED)
+            if ROWS > 2:
+                w2 = _weights(p2 + start + BLOCK_K, inside, MASKED)
+                w3 = _weights(p3 + start + BLOCK_K, inside, MASKED)
             if NORM:
-                norm = tl.load(norm_ptr + start + BLOCK_K + column, mask=start + BLOCK_K + column < K, other=0.0)
-    y = tl.sum(total, 1)
-    y_u = tl.sum(total_u, 1)
-    live = n < N
+                norm = tl.load(norm_ptr + start + BLOCK_K + column, mask=inside, other=0.0)
+    factor = 1.0
     if NORM:
-        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        y *= factor
-        y_u *= factor
-    if SCALED:
-        y *= tl.load(scale_ptr + n, mask=live, other=0.0)
+        factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
+    if ROWS == 1:
+        y0 = tl.sum(tl.sum(t0, 1), 0)
+        _finish(y0, y0, first, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+    elif ROWS == 2:
+        y0, y1 = tl.reduce((t0, t1), 1, _add2)
+        y0 = tl.sum(y0, 0)
+        y1 = tl.sum(y1, 0)
+        _finish(y0, y1, first, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+        if not GATED:
+            _finish(y1, y1, first + 1, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+    else:
+        y0, y1, y2, y3 = tl.reduce((t0, t1, t2, t3), 1, _add4)
+        y0 = tl.sum(y0, 0)
+        y1 = tl.sum(y1, 0)
+        y2 = tl.sum(y2, 0)
+        y3 = tl.sum(y3, 0)
+        _finish(y0, y1, first, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
         if GATED:
-            y_u *= tl.load(scale_ptr + N + n, mask=live, other=0.0)
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
-        if GATED:
-            y_u += tl.load(bias_ptr + N + n, mask=live, other=0.0).to(tl.float32)
-    if GATED:
-        y = activated(y, GELU) * y_u
-    if RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
+            _finish(y2, y3, first + 1, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+        else:
+            _finish(y1, y1, first + 1, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+            _finish(y2, y2, first + 2, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+            _finish(y3, y3, first + 3, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
 
 
 @triton.jit
 def _tile_kernel(
-    x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N, eps,
+    x_ptr, w_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, LINES: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
+    if not LATE:
+        let_next_start(PDL)
     tile = tl.program_id(0)
     piece = tl.program_id(1)
+    OUT: tl.constexpr = BN // 2 if GATED else BN  # outputs of a tile
     PIECE: tl.constexpr = (K // BK + SPLIT - 1) // SPLIT * BK
     begin = piece * PIECE
     end = tl.minimum(begin + PIECE, K)
-    n = tile * BN + tl.arange(0, BN)
+    j = tl.arange(0, BN)
     m = tl.arange(0, BM)
-    live_n = n < N
     live_m = m < M
     column = tl.arange(0, BK)
-    # Rows beyond N read the last row; what they compute is not stored.
-    row = w_ptr + tl.minimum(n, N - 1)[:, None] * K
+    # Outputs beyond N read the last row; what they compute is not stored. Gated: the upper half of the tile are the outputs' up rows.
+    line = tl.minimum(tile * OUT + j % OUT, N - 1)
+    if GATED:
+        line += j // OUT * N
+    row = w_ptr + line[:, None] * K
     if LINES > 0:
-        line = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
+        far = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
         # Lines beyond the piece ask for its first line again.
-        ahead = row + (begin + tl.where(begin + line < end, line, 0))[None, :]
-        prefetch_lines(ahead, PDL)
-        if GATED:
-            prefetch_lines(ahead + N * K, PDL)
+        prefetch_lines(row + (begin + tl.where(begin + far < end, far, 0))[None, :], PDL)
     wait_for_previous(PDL)
+    if LATE:
+        let_next_start(PDL)
     acc = tl.zeros([BN, BM], tl.float32)
-    acc_u = tl.zeros([BN, BM], tl.float32)
-    squares = tl.zeros([BM], tl.float32)
     for start in range(begin, end, BK):
         w = tl.load(row + (start + column)[None, :], eviction_policy="evict_first")
         x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            x = wide * tl.load(norm_ptr + start + column).to(tl.float32)[None, :]
-        x = x.to(DOT)
-        acc = tl.dot(w.to(DOT), tl.trans(x), acc)
-        if GATED:
-            u = tl.load(row + N * K + (start + column)[None, :], eviction_policy="evict_first")
-            acc_u = tl.dot(u.to(DOT), tl.trans(x), acc_u)
+        acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
 
-    if SPLIT > 1:
-        # part: [tiles, SPLIT, (2) BN + 1, BM]; the last line holds the squares.
-        HEIGHT: tl.constexpr = (2 * BN if GATED else BN) + 1
-        own = part_ptr + (tile * SPLIT + piece) * (HEIGHT * BM)
-        inner = tl.arange(0, BN)[:, None] * BM + m[None, :]
-        tl.store(own + inner, acc)
-        if GATED:
-            tl.store(own + BN * BM + inner, acc_u)
-        if NORM:
-            tl.store(own + (HEIGHT - 1) * BM + m, squares)
+    if SPLIT > 1:  # part: [tiles, SPLIT, BN, BM]
+        inner = j[:, None] * BM + m[None, :]
+        base = part_ptr + tile * (SPLIT * BN * BM)
+        tl.store(base + piece * (BN * BM) + inner, acc)
         tl.debug_barrier()
         before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
         if before != SPLIT - 1:
             return
         tl.store(arrived_ptr + tile, 0)
         acc = tl.zeros([BN, BM], tl.float32)
-        acc_u = tl.zeros([BN, BM], tl.float32)
-        squares = tl.zeros([BM], tl.float32)
-        base = part_ptr + tile * (SPLIT * HEIGHT * BM)
         for other in tl.static_range(SPLIT):
-            acc += tl.load(base + other * (HEIGHT * BM) + inner, cache_modifier=".cg")
-            if GATED:
-                acc_u += tl.load(base + other * (HEIGHT * BM) + BN * BM + inner, cache_modifier=".cg")
-            if NORM:
-                squares += tl.load(base + other * (HEIGHT * BM) + (HEIGHT - 1) * BM + m, cache_modifier=".cg")
+            acc += tl.load(base + other * (BN * BM) + inner, cache_modifier=".cg")
 
-    if NORM:
-        factor = tl.rsqrt(squares / K + eps)[None, :]
-        acc *= factor
-        acc_u *= factor
     if SCALED:
-        acc *= tl.load(scale_ptr + n, mask=live_n, other=0.0)[:, None]
-        if GATED:
-            acc_u *= tl.load(scale_ptr + N + n, mask=live_n, other=0.0)[:, None]
+        acc *= tl.load(scale_ptr + line)[:, None]
     if BIAS:
-        acc += tl.load(bias_ptr + n, mask=live_n, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            acc_u += tl.load(bias_ptr + N + n, mask=live_n, other=0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias_ptr + line).to(tl.float32)[:, None]
     if GATED:
-        acc = activated(acc, GELU) * acc_u
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUT, BM)), (1, 2, 0)))
+        acc = activated(gate, GELU) * up
+    n = tile * OUT + tl.arange(0, OUT)
     place = m[None, :] * N + n[:, None]
-    live = live_m[None, :] & live_n[:, None]
+    live = live_m[None, :] & (n < N)[:, None]
     if RESIDUAL:
         acc += tl.load(residual_ptr + place, mask=live, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live)
@@ -200,44 +239,49 @@ def skinny_linear(
     workspace: Tensor | None = None,
     arrived: Tensor | None = None,
     pdl: bool = False,
+    late: bool = False,
 ) -> None:
-    """out[M, N] = epilogue(rms_norm?(x) @ weight.T), M <= 16.
+    """out[M, N] = epilogue(x @ weight.T) for few rows.
 
     x [M, K] bf16 or float32; weight [N, K] bf16 or e4m3 with `scale` float32 [N] (weight = scale * stored), or [2N, K] when gated: gate's
-    rows, then up's; then out = activation(gate) * up. norm [K]: x is divided by its rms and multiplied by norm first. bias [N] ([2N] when
-    gated). residual [M, N] is added last and may be `out`. Sums in float32.
-    config: a GemvConfig (M = 1 only) or a TileConfig; a TileConfig with split > 1 needs `workspace` (float32, `workspace_floats`) and
-    `arrived` (int32, one zero per tile; left zero).
+    rows, then up's; then out = activation(gate) * up. bias [N] ([2N] when gated). residual [M, N] is added last and may be `out`. Sums in
+    float32. norm [K] (GEMV only): x is divided by its rms and multiplied by norm first.
+    config: a GemvConfig (M = 1) or a TileConfig (M <= bm; x is rounded to bf16). A TileConfig with split > 1 needs `workspace` (float32,
+    `workspace_floats`) and `arrived` (int32, one zero per tile; left zero).
+    late: with pdl, the next kernel starts only when every program of this one has seen the end of its predecessor; what earlier kernels
+    wrote may then be read by the next kernel before its own wait.
     """
     rows, depth = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     assert weight.shape[1] == depth and weight.numel() < 2**31, f"weight {tuple(weight.shape)} for x {tuple(x.shape)}"
     assert out.shape == (rows, features), f"out {tuple(out.shape)}, expected {(rows, features)}"
     flags = {
-        "GATED": gated, "GELU": activation == "gelu_tanh", "NORM": norm is not None, "SCALED": scale is not None,
-        "RESIDUAL": residual is not None, "BIAS": bias is not None,
+        "GATED": gated, "GELU": activation == "gelu_tanh", "SCALED": scale is not None, "RESIDUAL": residual is not None,
+        "BIAS": bias is not None, "LATE": late,
     }  # fmt: skip
-    pointers = (
-        x, weight, scale if scale is not None else x, norm if norm is not None else x, residual if residual is not None else x,
-        bias if bias is not None else x, out,
-    )  # fmt: skip
+    extra = [t if t is not None else x for t in (residual, bias)]
     if isinstance(config, GemvConfig):
         assert rows == 1, f"a GEMV has one row, not {rows}"
         block = min(config.block_k, triton.next_power_of_2(depth))
-        _gemv_kernel[(triton.cdiv(features, config.rows),)](
-            *pointers, features, eps,
-            K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0,
+        assert config.rows in (1, 2, 4) and (config.rows > 1 or not gated), f"{config.rows} rows in a GEMV program"
+        outputs = config.rows // 2 if gated else config.rows
+        _gemv_kernel[(triton.cdiv(features, outputs),)](
+            x, weight, scale if scale is not None else x, norm if norm is not None else x, *extra, out, features, eps,
+            K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0, NORM=norm is not None,
             **flags, **launch_options(pdl=pdl, warps=config.warps),
         )  # fmt: skip
         return
+    assert norm is None, "tiles take a normed input"
     assert rows <= config.bm, f"{rows} rows in a tile of {config.bm}"
     assert depth % config.bk == 0, f"K = {depth} is no multiple of {config.bk}"
     if config.split > 1:
         need = workspace_floats(features, config=config, gated=gated)
         assert workspace is not None and workspace.numel() >= need, f"split needs {need} floats of workspace"
         assert arrived is not None, "split needs arrival counters"
-    _tile_kernel[(triton.cdiv(features, config.bn), config.split)](
-        *pointers, workspace if workspace is not None else x, arrived if arrived is not None else x, rows, features, eps,
+    outputs = config.bn // 2 if gated else config.bn
+    _tile_kernel[(triton.cdiv(features, outputs), config.split)](
+        x, weight, scale if scale is not None else x, *extra, out, workspace if workspace is not None else x,
+        arrived if arrived is not None else x, rows, features,
         K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=tl.bfloat16, LINES=config.lines,
         **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
@@ -245,4 +289,4 @@ def skinny_linear(
 
 def workspace_floats(features: int, *, config: TileConfig, gated: bool) -> int:
     """How many floats of workspace `skinny_linear` needs for a split tile config."""
-    return triton.cdiv(features, config.bn) * config.split * ((2 if gated else 1) * config.bn + 1) * config.bm
+    return triton.cdiv(features, config.bn // 2 if gated else config.bn) * config.split * config.bn * config.bm

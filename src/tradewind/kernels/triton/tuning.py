@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """One input row: `rows` outputs a program, `block_k` columns at a time."""
+    """One input row: `rows` weight rows a program (1, 2 or 4; gated: gate and up of half as many outputs), `block_k` columns at a time."""
 
     rows: int
     block_k: int
@@ -20,7 +20,7 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """2..16 input rows: `bn` outputs x `bm` rows a program, K in steps of `bk` and `split` pieces; `lines` 128-byte lines of every weight row
+    """Few input rows: `bn` weight rows x `bm` input rows a program, K in steps of `bk` and `split` pieces; `lines` 128-byte lines of every weight row
     are asked into L2 before the wait for the previous kernel."""
 
     bm: int
@@ -44,9 +44,11 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    """Attention of longer rows: `block_m` (tokens x packed heads) against `block_n` keys."""
+    """Attention of longer rows: `block_m` (tokens x packed heads) against `block_n` keys; `tma`: tiles by the tensor copy engine, where a
+    page holds whole tiles."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    tma: bool = False

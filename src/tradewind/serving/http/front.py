@@ -16,7 +16,7 @@ from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.intake import Intake
-from tradewind.serving.parsers.parser import Circumstances, OutputParser, ReasoningMarkers
+from tradewind.serving.parsers.table import ParserChoice
 from tradewind.serving.tokenizer import TextTokenizer
 
 
@@ -101,13 +101,6 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class ParserFactory(Protocol):
-    """Makes a parser of the model's format for one answer."""
-
-    def __call__(self, circumstances: Circumstances, *, calls: bool) -> OutputParser:
-        """`calls`: whether tool calls are looked for; otherwise only reasoning is told apart."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the operator chose."""
@@ -144,11 +137,8 @@ class Front:
     served_names: tuple[str, ...] = ()
     """Other names by which the model may be asked for."""
     options: Options = field(default_factory=Options)
-    make_parser: ParserFactory | None = None
-    """The model's format of tool calls and reasoning; None: all text is content, and tools are refused."""
-    reasoning: ReasoningMarkers | None = None
-    parser_reads_special: bool = True
-    """The format's markers are special tokens, so the parser must see their text."""
+    speech: ParserChoice | None = None
+    """How the model writes tool calls and reasoning (`parsers.table.parser_for`); None: all text is content, and tools are refused."""
     metrics: Callable[[], str | bytes] | None = None
     on_receipt: Callable[[Receipt], None] | None = None
     created_s: int = 0

@@ -104,7 +104,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function the model may call."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.\-]+$")]
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -210,7 +210,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class FlatTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function as /v1/responses spells it."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.\-]+$")]
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
     type: Literal["function"] = "function"
     description: str | None = None
     parameters: dict[str, Any] | None = None

@@ -18,7 +18,7 @@ BEGIN, END = "<|python_start|>", "<|python_end|>"
 
 HINT = GrammarHint(begin="[", after_name="(", after_arguments=")", between=", ", end="]", arguments="keywords")
 
-_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _KEY = re.compile(r"[A-Za-z_]\w*")
 _OPENS, _SHUTS = "([{", ")]}"
 

@@ -222,10 +222,12 @@ void matmul(const Call& c, Thread& t) {
     if (c.rows <= 0) return;
     const Path path = choose(p, t.isa);
 
-    // Rows in bands whose prepared bytes stay in the second-level cache; bands in tiles of nearly equal height.
+    // Rows in bands whose prepared bytes stay in the second-level cache; bands, and tiles within them, of nearly equal height, so that
+    // equal shares of the items are equal work.
+    constexpr int64_t BAND_BYTES = int64_t(384) << 10;
     const int64_t stride = path.prepare ? prepared_stride(p) : c.x_stride * int64_t(sizeof(float));
-    const int64_t band = std::max<int64_t>(path.max_rows, (int64_t(384) << 10) / std::max<int64_t>(1, stride) / path.max_rows * path.max_rows);
-    const int64_t bands = (c.rows + band - 1) / band, strips = (p.blocks + 1) / 2;
+    const int64_t most = (c.rows + path.max_rows - 1) / path.max_rows;  // a band is at least a tile
+    const int64_t bands = std::min(most, 1 + c.rows * stride / BAND_BYTES), strips = (p.blocks + 1) / 2;
     const int64_t outputs = c.gated ? p.n / 2 : p.n;
 
     // Few rows: each thread prepares them for itself, which is cheaper than waiting for each other.
@@ -242,7 +244,8 @@ void matmul(const Call& c, Thread& t) {
     }
 
     shared(t, bands * strips, [&](int64_t item, int64_t next) {
-        const int64_t strip = item % strips, begin = item / strips * band, end = std::min(c.rows, begin + band);
+        const int64_t strip = item % strips, band = item / strips;
+        const int64_t begin = c.rows * band / bands, end = c.rows * (band + 1) / bands;
         // An odd last block is computed twice, stored once.
         Strip w{p.block(2 * strip), p.block(std::min(2 * strip + 1, p.blocks - 1)), next < 0 ? nullptr : p.block(next % strips * 2)};
         const int64_t column = strip * (c.gated ? 16 : STRIP);

@@ -1,0 +1,189 @@
+"""The endpoints beside generation: models, tokens, health, metrics, abort, the description of all.
+
+Knows: what each tells. Refuses to know: how metrics are counted (a callable gives their text) and how the engine is watched.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from tradewind.contract.errors import RequestError
+from tradewind.serving.http.answers import Aborted, Detokenized, Health, ModelList, ModelRecord, Tokenized
+from tradewind.serving.http.asking import characters_of, check_model, render_chat
+from tradewind.serving.http.desk import Desk
+from tradewind.serving.http.edge import caller_of, refuse, respond
+from tradewind.serving.http.endpoint import Endpoint
+from tradewind.serving.http.errors import ApiError, api_error
+from tradewind.serving.http.front import Front
+from tradewind.serving.http.openapi import docs_html, schema
+from tradewind.serving.http.speaking import speech_of
+from tradewind.serving.http.sse import EventStream
+from tradewind.serving.http.types import AbortRequest, DetokenizeRequest, TokenizeRequest
+
+
+class TokenizeEndpoint(Endpoint[TokenizeRequest]):
+    """Token ids exactly as completions (prompt) or chat (messages) would make them."""
+
+    kind = TokenizeRequest
+
+    async def answer(self, body: TokenizeRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+        front = self.front
+        check_model(front, body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt", code="invalid_value")
+        chat_only = ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        if body.prompt is not None:
+            wrong = next((name for name in chat_only if getattr(body, name) is not None), None)
+        else:
+            wrong = "add_special_tokens" if body.add_special_tokens is not None else None
+        if wrong is not None:
+            raise ApiError(400, f"{wrong} does not go with {'prompt' if body.messages is None else 'messages'}", param=wrong, code="invalid_value")
+
+        def work() -> list[int]:
+            if body.prompt is not None:
+                try:
+                    return front.tokenizer.encode(body.prompt, add_special=body.add_special_tokens is not False)
+                except RequestError as error:
+                    raise api_error(error, param="prompt") from None
+            assert body.messages is not None
+            return front.tokenizer.encode_chat(
+                render_chat(
+                    front,
+                    body.messages,
+                    tools=speech_of(front, msgspec.to_builtins(body.tools), None, parallel=None).definitions,
+                    add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
+                    template_kwargs=body.chat_template_kwargs,
+                )
+            )
+
+        tokens = await self.desk.off_loop(work, characters=characters_of(body.messages or ()) + len(body.prompt or ""))
+        texts = [front.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        await self.json(scope, send, Tokenized(count=len(tokens), max_model_len=front.max_context, tokens=tokens, token_strs=texts))
+
+
+class DetokenizeEndpoint(Endpoint[DetokenizeRequest]):
+    """Text of token ids; special tokens are shown unless skip_special_tokens is true."""
+
+    kind = DetokenizeRequest
+
+    async def answer(self, body: DetokenizeRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+        front = self.front
+        check_model(front, body.model)
+        size = front.intake.limits.vocab_size
+        wrong = next((place for place, token in enumerate(body.tokens) if token >= size), None)
+        if wrong is not None:
+            raise ApiError(400, f"tokens[{wrong}] is {body.tokens[wrong]}; token ids are 0 to {size - 1}", param=f"tokens[{wrong}]", code="invalid_value")
+
+        def work() -> str:
+            return front.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
+
+        text = await self.desk.off_loop(work, characters=4 * len(body.tokens))
+        await self.json(scope, send, Detokenized(prompt=text))
+
+
+class AbortEndpoint(Endpoint[AbortRequest]):
+    """Ends the caller's open requests by answer id or X-Request-Id."""
+
+    kind = AbortRequest
+
+    async def answer(self, body: AbortRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+        count = self.desk.abort(body.request_id, tenant=caller_of(scope).tenant)
+        await self.json(scope, send, Aborted(aborted=count))
+
+
+class Page:
+    """A raw ASGI application without a body."""
+
+    def __init__(self, front: Front, desk: Desk) -> None:
+        self.front, self.desk = front, desk
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.show(scope, send)
+        except ApiError as error:
+            await refuse(scope, send, error)
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        """Answers."""
+        raise NotImplementedError
+
+
+class ModelsPage(Page):
+    """GET /v1/models."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        listed = ModelList(data=[_model(self.front, name) for name in self.front.names])
+        await respond(scope, send, 200, msgspec.json.encode(listed))
+
+
+class ModelPage(Page):
+    """GET /v1/models/NAME."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        name = check_model(self.front, scope["path_params"]["model"])
+        await respond(scope, send, 200, msgspec.json.encode(_model(self.front, name)))
+
+
+def _model(front: Front, name: str) -> ModelRecord:
+    parent = None if name == front.model else front.model
+    return ModelRecord(id=name, created=front.created_s, max_model_len=front.max_context, root=front.model, parent=parent)
+
+
+class HealthPage(Page):
+    """GET /health: 200 only while the engine makes progress or has nothing to do."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        front = self.front
+        stats, dead = front.client.stats(), front.client.why_dead
+        still_s = max(0.0, time.monotonic() - stats.last_progress_s)
+        error = dead
+        status = "ok"
+        if dead is not None:
+            status = "dead"
+        elif self.desk.closing:
+            status, error = "closing", "the server is shutting down"
+        elif (stats.running or stats.waiting) and still_s > front.options.health_timeout_s:
+            status = "stalled"
+            error = f"no step has ended for {still_s:.1f} s with {stats.running} running and {stats.waiting} waiting; the limit is {front.options.health_timeout_s:g} s"
+        report = {
+            "status": status, "running": stats.running, "waiting": stats.waiting, "since_progress_s": round(still_s, 3),
+            "steps": stats.steps, "pages_used": stats.pages_used, "pages_total": stats.pages_total, "error": error,
+        }  # fmt: skip
+        body = msgspec.json.encode(msgspec.convert(report, Health))
+        await respond(scope, send, 200 if status == "ok" else 503, body, headers={"Cache-Control": "no-store"})
+
+
+class MetricsPage(Page):
+    """GET /metrics: the text that the metrics callable gives."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        if self.front.metrics is None:
+            raise ApiError(404, "this server counts no metrics", code="not_found")
+        text = self.front.metrics()
+        body = text.encode() if isinstance(text, str) else text
+        await respond(scope, send, 200, body, content_type=b"text/plain; version=0.0.4; charset=utf-8")
+
+
+class SchemaPage(Page):
+    """GET /openapi.json."""
+
+    def __init__(self, front: Front, desk: Desk) -> None:
+        super().__init__(front, desk)
+        self._body: bytes | None = None
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        if self._body is None:
+            self._body = msgspec.json.encode(schema(keys=bool(self.front.options.api_keys)))
+        await respond(scope, send, 200, self._body)
+
+
+class DocsPage(Page):
+    """GET /docs: the same for people, without scripts."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        body = docs_html(schema(keys=bool(self.front.options.api_keys))).encode()
+        await respond(scope, send, 200, body, content_type=b"text/html; charset=utf-8")

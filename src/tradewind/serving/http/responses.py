@@ -1,0 +1,2 @@
+"""stub"""
+from tradewind.serving.http.embeddings import EmbeddingsEndpoint as ResponsesEndpoint
