@@ -47,6 +47,7 @@ from tradewind.weights.lookup import find_model  # noqa: E402
 WORKS = ("L1", "L2", "L3", "L4")
 START_TOKENS = 32
 QUESTION = "Why is the sky blue?"
+INTERRUPTED = "everything after an interruption"
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ncpu_suite: interrupted", file=sys.stderr)
         return 130
     print(markdown(suite))
-    return 0
+    return 130 if INTERRUPTED in suite.skipped else 0
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -297,7 +298,7 @@ def run(arguments: argparse.Namespace) -> Suite:
             runs = runs or [pair.ours for pair in pairs]
             if not runs:
                 raise
-            skipped.append("everything after an interruption")
+            skipped.append(INTERRUPTED)
             say("interrupted; what was measured until here is kept")
     ours = figures(runs)
     measured = {pair.variant for pair in pairs}

@@ -201,13 +201,20 @@ def ceilings() -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------------------- cases
 
 GEMV = [
-    GemvConfig(2, 1024, 2), GemvConfig(4, 1024, 4), GemvConfig(2, 2048, 4), GemvConfig(1, 2048, 2), GemvConfig(8, 512, 4),
-    GemvConfig(4, 512, 2), GemvConfig(2, 4096, 8), GemvConfig(1, 4096, 4), GemvConfig(1, 1024, 1), GemvConfig(4, 2048, 8),
+    GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 8), GemvConfig(2, 1024, 2), GemvConfig(2, 2048, 4), GemvConfig(2, 4096, 8),
+    GemvConfig(1, 2048, 2), GemvConfig(4, 512, 2), GemvConfig(4, 1024, 2), GemvConfig(4, 2048, 4), GemvConfig(4, 4096, 8),
 ]  # fmt: skip
-TILES = [
-    TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4), TileConfig(16, 32, 128, 1, 4, 5), TileConfig(16, 32, 256, 1, 4, 4),
-    TileConfig(16, 16, 256, 1, 4, 5), TileConfig(16, 32, 128, 4, 4, 4), TileConfig(16, 32, 256, 1, 4, 4, 16), TileConfig(16, 16, 256, 1, 4, 4, 16),
-]  # fmt: skip
+"""Candidates of one input row."""
+TILES = {
+    8: [
+        TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 2, 4, 4), TileConfig(16, 64, 128, 4, 4, 4), TileConfig(8, 64, 128, 4, 4, 4),
+        TileConfig(16, 64, 256, 4, 4, 3), TileConfig(16, 128, 128, 1, 4, 3), TileConfig(16, 128, 128, 4, 4, 3), TileConfig(16, 64, 128, 4, 4, 4, 16),
+    ],
+    16: [TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4)],
+    32: [TileConfig(32, 64, 128, 1, 4, 4), TileConfig(32, 64, 128, 4, 4, 4), TileConfig(32, 128, 128, 1, 4, 3), TileConfig(32, 128, 64, 2, 4, 4)],
+    64: [TileConfig(64, 64, 128, 1, 4, 3), TileConfig(64, 64, 128, 4, 4, 3), TileConfig(64, 128, 64, 1, 4, 4), TileConfig(64, 128, 64, 2, 4, 4), TileConfig(64, 128, 128, 1, 8, 3)],
+}  # fmt: skip
+"""Candidates by number of input rows."""
 
 
 def tag(config) -> str:
@@ -243,15 +250,20 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                 if fp8:
                     pairs = [fp8_weight(bench, w) for w in weights]
                     weights, scales = [p[0] for p in pairs], [p[1] for p in pairs]
-                normed = bench.normal(depth) if flags.get("norm") else None
-                for rows, configs in ((1, GEMV), (8, TILES), (16, TILES[:4])):
+                norm_weight = bench.normal(depth) if flags.get("norm") else None
+                for rows, configs in ((1, GEMV), *TILES.items()):
+                    # One row: the norm is folded in. More: the input comes normed, for FP8 weights also quantised.
+                    normed = norm_weight if rows == 1 else None
                     x = bench.normal(rows, depth, dtype=F32 if normed is not None else BF16)
+                    x_scale = None
+                    if fp8 and rows > 1 and op in ("qkv", "gate_up"):
+                        x, x_scale = fp8_weight(bench, x)
                     out = bench.normal(rows, features, dtype=F32 if flags.get("residual") or flags.get("logits") else BF16)
                     amount = weights[0].numel() * weights[0].element_size()
                     truth = None
                     if not bench.dry:
                         w0 = weights[0].float() if scales[0] is None else weights[0].float() * scales[0][:, None]
-                        xs = x.float()
+                        xs = x.float() if x_scale is None else x.float() * x_scale[:, None]
                         if normed is not None:
                             xs = xs * torch.rsqrt(xs.square().mean(1, keepdim=True) + 1e-5) * normed.float()
                         truth = xs.double() @ w0.double().T if w0.numel() < 3e8 else xs @ w0.T
@@ -259,13 +271,22 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                             truth = torch.nn.functional.silu(truth[:, :features]) * truth[:, features:]
                         del w0
                     name = f"{model.name} {op} M={rows}" + (" fp8" if fp8 else "")
-                    if rows == 8 and not fp8 and not bench.dry:
+                    if rows > 1 and not bench.dry and fp8 and x_scale is not None:
+                        ob = bench.empty(rows, rows_w)
+                        calls = [
+                            lambda w=w, s=s, x=x, xs=x_scale, ob=ob: torch._scaled_mm(x, w.T, xs[:, None], s[None, :], out_dtype=BF16, use_fast_accum=True, out=ob)
+                            for w, s in zip(weights, scales, strict=True)
+                        ]
+                        yield Case("skinny", name, "cublas, no epilogue", calls, bytes=amount)
+                    if rows > 1 and not fp8 and not bench.dry:
                         xb = x.to(BF16)
                         ob = bench.empty(rows, rows_w)
                         calls = [lambda w=w, xb=xb, ob=ob: torch.mm(xb, w.T, out=ob) for w in weights]
                         yield Case("skinny", name, "cublas, no epilogue", calls, bytes=amount)
                     for config in configs:
                         if isinstance(config, GemvConfig) and config.block_k > 2 * depth:
+                            continue
+                        if isinstance(config, GemvConfig) and fp8 and config.block_k < 512 * config.warps:
                             continue
                         if isinstance(config, TileConfig) and (depth // config.bk < config.split or depth % (config.bk * config.split)):
                             continue
@@ -274,11 +295,11 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                         work = arrived = None
                         if isinstance(config, TileConfig) and config.split > 1:
                             work = bench.empty(skinny.workspace_floats(features, config=config, gated=gated), dtype=F32)
-                            arrived = bench.zeros(triton.cdiv(features, config.bn))
+                            arrived = bench.zeros(triton.cdiv(features, config.bn // 2))
 
-                        def call(w, s, target, residual, config=config, work=work, arrived=arrived, x=x, normed=normed, gated=gated, pdl=True):
+                        def call(w, s, target, residual, config=config, work=work, arrived=arrived, x=x, x_scale=x_scale, normed=normed, gated=gated, pdl=True):
                             skinny.skinny_linear(
-                                x, w, out=target, scale=s, norm=normed, eps=1e-5, gated=gated, residual=residual, config=config,
+                                x, w, out=target, scale=s, x_scale=x_scale, norm=normed, eps=1e-5, gated=gated, residual=residual, config=config,
                                 workspace=work, arrived=arrived, pdl=pdl,
                             )  # fmt: skip
 
@@ -357,8 +378,53 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                         yield Case("decode", name, tag(config), calls, bytes=each * batch, error=error, tolerance=1e-2)
 
 
+def chain_cases(bench: Bench) -> Iterator[Case]:
+    """One row: qkv matmul, then attention on its output, as in a layer; what attention adds to the matmul is its price in a step."""
+    for model in MODELS:
+        for context in (256, 1024):
+            count = 28
+            weight = [bench.normal(model.qkv, model.hidden, scale=model.hidden**-0.5) for _ in range(count)]
+            table, total = bench.table(count, context // 64 + 1)
+            shape = (total, model.kv_heads, 64, model.head_dim)
+            k, v = bench.normal(*shape), bench.normal(*shape)
+            x, gain = bench.normal(1, model.hidden, dtype=F32), bench.normal(model.hidden)
+            qkv, q, out = bench.empty(1, model.qkv), bench.empty(1, model.heads * model.head_dim), bench.empty(1, model.heads * model.head_dim)
+            lengths = torch.full((1,), context, dtype=torch.int32, device=bench.device)
+            positions = lengths - 1
+            angles = bench.angles(model.head_dim)
+            weights = (bench.normal(model.head_dim), bench.normal(model.head_dim)) if model.head_norm else (None, None)
+            gemv = GemvConfig(4, 2048, 8) if model.hidden > 2048 else GemvConfig(4, 1024, 4)
+
+            def linear(i, late, weight=weight, x=x, gain=gain, qkv=qkv, gemv=gemv):
+                skinny.skinny_linear(x, weight[i], out=qkv, norm=gain, eps=1e-5, config=gemv, pdl=True, late=late)
+
+            bare = [lambda i=i, linear=linear: linear(i, False) for i in range(count)]
+            name = f"{model.name} qkv + attention ctx={context}"
+            yield Case("chain", name, "qkv alone", bare)
+            for split, block_n, warps, stages in ((8, 64, 4, 2), (16, 64, 4, 2), (16, 32, 2, 2), (32, 32, 2, 2), (4, 64, 4, 2), (4, 128, 8, 2), (8, 128, 8, 2), (8, 32, 2, 2), (16, 64, 8, 2)):
+                config = DecodeConfig(split, block_n, warps, stages)
+                work = bench.empty(decode.decode_workspace_floats(1, heads=model.heads, head_dim=model.head_dim, splits=split), dtype=F32)
+                arrived = bench.zeros(model.kv_heads)
+
+                def attend(i, mode, config=config, work=work, arrived=arrived, linear=linear, k=k, v=v, table=table, lengths=lengths, positions=positions, angles=angles, weights=weights, qkv=qkv, q=q, out=out, model=model):  # fmt: skip
+                    linear(i, mode == "early")
+                    common = {"lengths": lengths, "page_table": table[i : i + 1], "heads": model.heads, "scale": 0.1, "out": out, "config": config, "workspace": work, "arrived": arrived, "pdl": True}  # fmt: skip
+                    if mode == "apart":
+                        rope.rope_store(qkv, angles, positions, k, v, heads=model.heads, q_weight=weights[0], k_weight=weights[1], eps=1e-6, positions=positions, out=q, pdl=True)
+                        decode.paged_decode(q, k, v, **common)
+                    else:
+                        decode.paged_decode(qkv, k, v, angles=angles, q_weight=weights[0], k_weight=weights[1], eps=1e-6, early=mode == "early", **common)
+
+                for mode in ("early", "fused") if split < 32 else ("early",):
+                    yield Case("chain", name, f"{mode} {tag(config)}", [lambda i=i, m=mode, attend=attend: attend(i, m) for i in range(count)])
+            yield Case("chain", name, "apart", [lambda i=i, attend=attend: attend(i, "apart") for i in range(count)])
+
+
 def prefill_cases(bench: Bench) -> Iterator[Case]:
-    forms = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 8, 2), (128, 32, 4, 4)]
+    forms = [
+        (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3, True), (128, 64, 8, 3, True), (64, 64, 4, 3, True), (128, 64, 4, 2, True),
+        (64, 64, 4, 2, True), (128, 64, 8, 2, True), (128, 64, 4, 4, True),
+    ]  # fmt: skip
     for model in MODELS:
         if model.name == "llama-3.2-1b":
             continue
@@ -377,7 +443,7 @@ def prefill_cases(bench: Bench) -> Iterator[Case]:
                 if not bench.dry:  # the last 256 tokens of the last row
                     tail = torch.tensor([0, 256], dtype=torch.int32)
                     truth = attention_truth(q[-256:], k, v, tail, lengths[-1:], table[-1:], heads=model.heads, scale=scale, rows=[0])[0]
-                for form in forms:
+                for form in forms if page == 64 else forms[:3]:
                     config = PrefillConfig(*form)
 
                     def call(target=out, config=config, q=q, k=k, v=v, starts=starts, lengths=lengths, table=table, heads=model.heads, scale=scale):  # fmt: skip
@@ -481,7 +547,7 @@ def small_cases(bench: Bench) -> Iterator[Case]:
             yield Case("sample", f"{model.name} lay_out R={rows}", "", [run] * 4)
 
 
-GROUPS = {"skinny": skinny_cases, "decode": decode_cases, "prefill": prefill_cases, "small": small_cases}
+GROUPS = {"skinny": skinny_cases, "chain": chain_cases, "decode": decode_cases, "prefill": prefill_cases, "small": small_cases}
 
 
 # ------------------------------------------------------------------------------------------------- a whole decode step
@@ -550,7 +616,8 @@ class DecodeStep:
         }  # fmt: skip
         k, v = self.k[index], self.v[index]
         if fuse_rope:
-            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, **common)
+            early = pdl and self.path == "fused"
+            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **common)
             return
         rope.rope_store(
             self.qkv, self.angles, self.slots, k, v, heads=m.heads, q_weight=q_norm, k_weight=k_norm, eps=1e-6, positions=self.positions,
@@ -565,13 +632,26 @@ class DecodeStep:
                 arrived=self.tile_arrived, pdl=pdl, **more,
             )  # fmt: skip
 
+        def normed(gain, *, quantise):
+            """Input and options of a matmul behind a norm: one row folds the norm in, more rows have it apart."""
+            if self.rows == 1:
+                return self.x, {"norm": gain}
+            if quantise:
+                norm.add_rms_norm(self.x, None, gain, eps=1e-5, out=self.normed8, scale=self.token_scale, pdl=pdl)
+                return self.normed8, {"x_scale": self.token_scale}
+            norm.add_rms_norm(self.x, None, gain, eps=1e-5, out=self.normed, pdl=pdl)
+            return self.normed, {}
+
         for index, layer in enumerate(self.layers):
-            linear("qkv", self.x, layer["qkv"], self.qkv, norm=layer["norms"][0])
+            x, more = normed(layer["norms"][0], quantise=self.fp8)
+            linear("qkv", x, layer["qkv"], self.qkv, late=True, **more)
             self._attention(layer, index, pdl, fuse_rope)
             linear("o", self.attended, layer["o"], self.x, residual=self.x)
-            linear("gate_up", self.x, layer["gate_up"], self.inner, norm=layer["norms"][1], gated=True)
+            x, more = normed(layer["norms"][1], quantise=self.fp8)
+            linear("gate_up", x, layer["gate_up"], self.inner, gated=True, **more)
             linear("down", self.inner, layer["down"], self.x, residual=self.x)
-        linear("head", self.x, (self.head, None), self.logits, norm=self.final_norm)
+        x, more = normed(self.final_norm, quantise=False)
+        linear("head", x, (self.head, None), self.logits, **more)
 
     def _matmul(self, pdl: bool, fuse_rope: bool) -> None:
         if self.bench.dry:
@@ -635,43 +715,60 @@ class DecodeStep:
         return weights + self.rows * int(self.lengths[0]) * m.layers * 2 * m.kv_heads * m.head_dim * self.k[0].element_size()
 
 
-def gemv_choice(model: Shape, variant: int) -> dict:
+def gemv_choice(model: Shape, fp8: bool, variant: int) -> dict:
     """GEMV constants of a whole step: variant picks one of a few sets."""
-    sets = [
-        {"qkv": GemvConfig(4, 1024, 4), "o": GemvConfig(2, 1024, 2), "gate_up": GemvConfig(2, 1024, 2), "down": GemvConfig(2, 1024, 2), "head": GemvConfig(4, 1024, 4)},
-        {"qkv": GemvConfig(2, 2048, 4), "o": GemvConfig(2, 2048, 4), "gate_up": GemvConfig(2, 2048, 4), "down": GemvConfig(2, 2048, 4), "head": GemvConfig(4, 1024, 4)},
-        {"qkv": GemvConfig(4, 1024, 4), "o": GemvConfig(1, 2048, 2), "gate_up": GemvConfig(4, 1024, 4), "down": GemvConfig(1, 4096, 4), "head": GemvConfig(4, 2048, 8)},
-        {"qkv": GemvConfig(2, 1024, 2), "o": GemvConfig(1, 1024, 1), "gate_up": GemvConfig(1, 1024, 1), "down": GemvConfig(1, 1024, 1), "head": GemvConfig(2, 1024, 2)},
-    ]  # fmt: skip
-    return sets[variant]
+    small, middle, large = GemvConfig(4, 1024, 4), GemvConfig(2, 2048, 4), GemvConfig(4, 2048, 8)
+    deep = GemvConfig(2, 4096, 8)
+    head = small if model.hidden == 1024 else large
+    if fp8:
+        sets = [(GemvConfig(4, 1024, 2), GemvConfig(4, 1024, 2), middle, middle), (GemvConfig(4, 2048, 4),) * 4, (middle,) * 4]
+    elif model.hidden == 1024:
+        sets = [(small, deep, GemvConfig(2, 1024, 2), large), (small, middle, small, middle), (small, small, small, small)]
+    elif model.hidden == 2048:
+        sets = [(small, large, middle, GemvConfig(2, 1024, 2)), (large, large, middle, middle), (small, small, small, small)]
+    else:
+        sets = [(large, large, deep, middle), (large, large, middle, middle), (middle, middle, deep, large)]
+    return dict(zip(("qkv", "o", "gate_up", "down"), sets[variant], strict=True)) | {"head": head}
+
+
+def tile_choice(model: Shape, rows: int, fp8: bool) -> dict:
+    """Tile constants of a whole step with 2..64 rows."""
+    bm = max(16, triton.next_power_of_2(rows))
+    whole = TileConfig(bm, 64, 128, 1, 4, 4 if bm < 64 else 3)
+    split = TileConfig(bm, 64, 128, 4, 4, 4 if bm < 64 else 3)
+    wide = whole if model.intermediate > 8000 else split
+    return {"qkv": split, "o": split, "gate_up": wide, "down": split, "head": whole}
 
 
 def step_cases(bench: Bench, *, models: list[str], quick: bool) -> Iterator[tuple[DecodeStep, str, dict, int]]:
     """Whole steps: (step, candidate, run arguments, context)."""
-    tile = {"head": TileConfig(16, 64, 128, 1, 4, 4)} | dict.fromkeys(("qkv", "o", "gate_up", "down"), TileConfig(16, 32, 256, 1, 4, 4))
     for model in MODELS:
         if model.name not in models:
             continue
         for fp8 in (False, True) if model.name == "llama-3.1-8b" else (False,):
             for context, split in ((256, 8), (1024, 16)):
                 configs = {"decode": DecodeConfig(split, 64, 4, 2)}
-                made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=configs | gemv_choice(model, 0))
-                for variant in range(1 if quick else 4):
-                    made.config = configs | gemv_choice(model, variant)
+                made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=configs | gemv_choice(model, fp8, 0))
+                for variant in range(1 if quick else 3):
+                    made.config = configs | gemv_choice(model, fp8, variant)
                     yield made, f"fused gemv {variant}", {}, context
-                made.config = configs | gemv_choice(model, 0)
+                made.config = configs | gemv_choice(model, fp8, 0)
                 if context == 256:
                     yield made, "fused gemv 0, rope apart", {"fuse_rope": False}, context
                     yield made, "fused gemv 0, no pdl", {"pdl": False}, context
                 del made
-            for rows, split in ((8, 8), (32, 4), (64, 2), (128, 1), (256, 1)):
-                configs = {"decode": DecodeConfig(split, 64, 4, 3 if rows > 8 else 2)}
-                made = DecodeStep(bench, model, rows=rows, context=1024, path="matmul", fp8=fp8, config=configs | tile)
-                yield made, "matmul", {}, 1024
+            for rows, split in ((8, 8), (32, 2), (64, 1), (128, 1), (256, 1)):
+                forms = {8: (32, 2, 3), 32: (64, 4, 3)}
+                configs = {"decode": DecodeConfig(split, *forms.get(rows, (128, 4, 2)))}
+                tiles = tile_choice(model, rows, fp8) if rows <= 64 else {}
+                made = DecodeStep(bench, model, rows=rows, context=1024, path="matmul", fp8=fp8, config=configs | tiles)
+                if not quick:
+                    yield made, "matmul", {}, 1024
                 yield made, "matmul, rope apart", {"fuse_rope": False}, 1024
-                if rows <= 16:
+                if rows <= 64:
                     made.path = "fused"
-                    yield made, "fused tiles", {}, 1024
+                    yield made, "tiles", {}, 1024
+                    yield made, "tiles, rope apart", {"fuse_rope": False}, 1024
                 del made
 
 
@@ -724,7 +821,7 @@ def measured(case: Case, limits: dict[str, float]) -> Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="skinny,decode,prefill,small,steps")
+    parser.add_argument("--only", default="skinny,chain,decode,prefill,small,steps")
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--match", default="", help="only ops whose name contains this")
     parser.add_argument("--dry", action="store_true")

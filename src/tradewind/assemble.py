@@ -107,6 +107,7 @@ def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
 def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
     """The op set that the plan names, or the plain one with a notice when the C++ library is not there."""
     numerics = plan.numerics
+    terms = 2 if numerics.compute == "int16" else 1
     if numerics.backend == "cpu":
         from tradewind.kernels.cpu import library
 
@@ -114,14 +115,14 @@ def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
         if found is not None:
             from tradewind.kernels.cpu.ops import CpuOps
 
-            return CpuOps(found, threads=numerics.threads), ()
+            return CpuOps(found, threads=numerics.threads, activation_terms=terms), ()
         notice = f"the C++ op library is not used ({library.why_not()}), so this runs on torch, many times slower"
     else:
         notice = ""
     from tradewind.kernels.plain import PlainOps
     from tradewind.quantization.blocks import dequantise
 
-    return PlainOps(read_blocks=dequantise), (notice,) if notice else ()
+    return PlainOps(read_blocks=dequantise, activation_terms=terms), (notice,) if notice else ()
 
 
 def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progress | None = None) -> Executor:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tradewind import __version__
@@ -166,6 +166,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
     _add_model(plan)
 
+    serve = command("serve", _serve, "Serve over HTTP, as the OpenAI API does.", arguments=" [MODEL]")
+    serve.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
+    _add_serve(serve)
+    _add_model(serve)
+
     techniques = command(
         "techniques", _techniques, "List every optimisation with its switch, price and last measured effect."
     )
@@ -194,7 +199,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     goals.add_argument("--max-context", type=_whole, metavar="TOKENS", help="prompt and answer together")
     means = parser.add_argument_group("means (chosen for you, with reasons, unless pinned here)")
     means.add_argument("--backend", choices=["cpu", "plain"], help="the C++ ops, or torch (slow, any machine)")
-    means.add_argument("--compute", choices=["f32", "bf16", "int8"], help="how matmuls are computed")
+    means.add_argument("--compute", choices=["f32", "bf16", "int16", "int8"], help="how matmuls are computed")
     means.add_argument("--quantization", choices=["none", "int8", "int4"], help="quantise unquantised weights at load")
     means.add_argument("--kv-format", choices=["f32", "f16", "bf16"], help="how keys and values are kept")
     means.add_argument("--page-tokens", type=_whole, metavar="N", help="tokens of a page of keys and values")
@@ -236,6 +241,35 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("serving")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s; 0.0.0.0 is every one)")
+    group.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes one that is free")
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for this key; may be given several times")
+    group.add_argument("--api-key-file", action="append", default=[], metavar="FILE", help="more keys, one a line")
+    group.add_argument("--served-name", action="append", default=[], metavar="NAME", help="what clients call the model; may be given several times")
+    group.add_argument("--max-queue", type=_whole, default=256, metavar="N", help="more waiting sequences are refused with 429 (default %(default)s)")
+    group.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="S", help="on SIGTERM open answers are finished for so long (default 30)")
+    group.add_argument("--stall-timeout", type=_seconds, default=30.0, metavar="S", help="so long without a step is said in the log and by /health (default 30)")
+    group.add_argument("--restart-engine", action="store_true", help="start a new engine when it dies, instead of ending")
+    group.add_argument("--ignore-unknown-fields", action="store_true", help="warn in a header about fields that are not known instead of refusing them")
+    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; may be given several times")
+    group.add_argument("--tool-format", metavar="NAME", help="how the model writes tool calls (default: as its template says)")
+    group.add_argument("--reasoning", metavar="NAME", help="how the model marks its reasoning (default: as its template says)")
+    group.add_argument("--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md")
+
+
+def _seconds(text: str) -> float:
+    """argparse type: a time over 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a time; give seconds over 0")
+    return value
 
 
 def _whole(text: str) -> int:
@@ -404,54 +438,62 @@ def _chat(arguments: argparse.Namespace) -> int:
         interactive = sys.stdin.isatty()
         if interactive:
             _tell(f"{llm.plan.model}: /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer")
+            _edit_lines()
         messages = _system(arguments)
-        while (text := _read_line(interactive)) is not None:
-            if text in ("/exit", "/quit"):
-                break
-            if text == "/reset":
-                messages = _system(arguments)
-                _tell("(forgotten)")
-            elif text.startswith("/"):
-                _tell(f"(there is no {text.split()[0]}; there are /reset and /exit)")
-            elif text:
-                messages = _turn(llm, [*messages, {"role": "user", "content": text}], sampling) or messages
-    return 0
+        while True:
+            asked, said = messages, list[str]()
+            try:
+                text = _read_line(interactive)
+                if text is None or text in ("/exit", "/quit"):
+                    return 0
+                if text == "/reset":
+                    messages = _system(arguments)
+                    _tell("(forgotten)")
+                elif text.startswith("/"):
+                    _tell(f"(there is no {text.split()[0]}; there are /reset and /exit)")
+                elif text:
+                    asked = [*messages, {"role": "user", "content": text}]
+                    _turn(llm, asked, sampling, said)
+            except KeyboardInterrupt:
+                # Ends this answer or drops this line, never the conversation; the stream's clean-up has ended the request.
+                if not interactive:
+                    raise
+                _tell("(stopped)" if asked is not messages else "\n(Ctrl-D or /exit ends the conversation)")
+            if said:
+                messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
-def _turn(llm: LLM, asked: list[dict[str, str]], sampling: SamplingParams) -> list[dict[str, str]] | None:
-    """Answers once and returns the conversation with the answer; None when there was none."""
-    pieces: list[str] = []
+def _turn(llm: LLM, asked: list[dict[str, str]], sampling: SamplingParams, said: list[str]) -> None:
+    """Answers once; the pieces of the answer are added to `said`."""
     try:
-        sampling = llm.with_default_length(sampling, [asked], DEFAULT_MAX_TOKENS)
-        errors = _say(llm.stream(asked, sampling), pieces)
+        errors = _say(llm.stream(asked, llm.with_default_length(sampling, [asked], DEFAULT_MAX_TOKENS)), said)
         for error in errors:
             _tell(f"({error})")
     except UserError as error:
         # A conversation that grew over the limit is refused, not cut: the person decides what to forget.
         _tell(f"({error}; /reset starts anew)")
-    except KeyboardInterrupt:
-        # Stops this answer only; what was said stays said, and the stream's clean-up has ended the request.
-        _tell("(stopped)")
-    return [*asked, {"role": "assistant", "content": "".join(pieces)}] if pieces else None
+
+
+def _edit_lines() -> None:
+    """Arrow keys and earlier lines at the prompt, where Python was built with them."""
+    with suppress(ImportError):
+        import readline  # noqa: F401
 
 
 def _read_line(interactive: bool) -> str | None:
-    """The next line; None at the end. Ctrl-C at the prompt drops what was typed."""
+    """The next line without the space around it; None at the end."""
     if not interactive:
         line = sys.stdin.readline()
         return line.strip() if line else None
-    while True:
-        try:
-            if sys.stdout.isatty():
-                return input("> ").strip()
-            # Standard output has only answers, also when it goes to a file and the person is at the keyboard.
-            print("> ", end="", file=sys.stderr, flush=True)
-            return input().strip()
-        except EOFError:
-            _tell("")
-            return None
-        except KeyboardInterrupt:
-            _tell("\n(Ctrl-D or /exit ends the conversation)")
+    try:
+        if sys.stdout.isatty():
+            return input("> ").strip()
+        # Standard output has only answers, also when it goes to a file and the person is at the keyboard.
+        print("> ", end="", file=sys.stderr, flush=True)
+        return input().strip()
+    except EOFError:
+        _tell("")
+        return None
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -471,6 +513,39 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         _print_rich(plan_text(plan))
     return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from tradewind.phases import process_began_s
+
+    began_s = process_began_s() if arguments.is_process else None
+    if arguments.model_name is not None:
+        if arguments.model not in (None, arguments.model_name):
+            raise UserError(f"two models are named, {arguments.model_name!r} and {arguments.model!r}; give one")
+        arguments.model = arguments.model_name
+    if not 0 <= arguments.port <= 65535:
+        raise UserError(f"there is no port {arguments.port}; ports are 0 to 65535")
+    from tradewind.serve import ServeOptions, read_keys, serve
+
+    options = ServeOptions(
+        goals=_goals(arguments),
+        script=None if arguments.script is None else Path(arguments.script),
+        host=arguments.host,
+        port=arguments.port,
+        api_keys=(*arguments.api_key, *(key for file in arguments.api_key_file for key in read_keys(Path(file)))),
+        served_names=tuple(arguments.served_name),
+        max_queue=arguments.max_queue,
+        drain_timeout_s=arguments.drain_timeout,
+        stall_timeout_s=arguments.stall_timeout,
+        restart_engine=arguments.restart_engine,
+        ignore_unknown_fields=arguments.ignore_unknown_fields,
+        cors_origins=tuple(arguments.cors_origin),
+        tool_format=arguments.tool_format,
+        reasoning=arguments.reasoning,
+    )
+    return serve(options, log=lambda text: _tell(f"tradewind: {text}"), began_s=began_s)
 
 
 def _techniques(arguments: argparse.Namespace) -> int:

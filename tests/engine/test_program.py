@@ -242,26 +242,37 @@ def ended_by_ctrl_c(process: subprocess.Popen[bytes]) -> None:
     """Presses Ctrl-C and sees the process and everything it started end, without a traceback."""
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130, err.decode()
+    # Some extension modules make the interpreter end itself by the signal after we have returned 130: the same 130 to a shell.
+    assert process.returncode in (130, -signal.SIGINT), err.decode()
     assert err in (b"", b"\ntradewind: interrupted\n"), err.decode()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 
 
-@pytest.mark.parametrize("part", [0.25, 0.4, 0.55, 0.7, 0.85, 1.0])
-def test_ctrl_c_while_it_starts(model: str, part: float, start_s: float) -> None:
-    process = start("generate", "abc", "--quiet", "--ignore-eos", "--max-tokens", "100000", model=model)
-    time.sleep(start_s * part)
-    ended_by_ctrl_c(process)
+def until_it_begins(process: subprocess.Popen[bytes]) -> None:
+    """Waits until the interpreter has started and runs our first import: what comes before is not ours."""
+    end = time.monotonic() + PATIENCE_S
+    while b"msgspec" not in Path(f"/proc/{process.pid}/maps").read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 @pytest.fixture(scope="module")
 def start_s(model: str) -> float:
-    """How long a start takes here and now."""
-    began = time.monotonic()
+    """How long a start takes here and now, from the first import on."""
     with start("generate", "abc", "--quiet", "--max-tokens", "1", model=model) as process:
+        until_it_begins(process)
+        began = time.monotonic()
         process.communicate(timeout=PATIENCE_S)
     return time.monotonic() - began
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
+def test_ctrl_c_while_it_starts(model: str, part: float, start_s: float) -> None:
+    process = start("generate", "abc", "--quiet", "--ignore-eos", "--max-tokens", "100000", model=model)
+    until_it_begins(process)
+    time.sleep(start_s * part)
+    ended_by_ctrl_c(process)
 
 
 @pytest.mark.parametrize("prompts", [["abc"], ["abc", "xyz"]], ids=["stream", "batch"])
@@ -271,6 +282,7 @@ def test_ctrl_c_in_the_middle_of_an_answer(model: str, prompts: list[str], start
         assert process.stdout is not None
         assert os.read(process.stdout.fileno(), 1)
     else:
+        until_it_begins(process)
         time.sleep(start_s * 1.5)
     ended_by_ctrl_c(process)
 
@@ -302,7 +314,9 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_ctrl_d_ends_it(model: str) -> Non
             os.write(terminal, b"\x03")
             listen(b"(stopped)")
         listen(b"> ")
-        os.write(terminal, b"half a line\x03")
+        os.write(terminal, b"half a line")
+        time.sleep(0.3)  # a signal that comes before the interpreter waits for the keyboard is heard with the next key
+        os.write(terminal, b"\x03")
         listen(b"(Ctrl-D or /exit ends the conversation)")
         listen(b"> ")
         os.write(terminal, b"/reset\n")

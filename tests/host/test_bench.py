@@ -181,6 +181,8 @@ def test_shares_of_the_limits() -> None:
     plan = msgspec.structs.replace(plan, card=card, numerics=msgspec.structs.replace(plan.numerics, compute="int8"))
     share = ceilings.matmul_share(LIMITS, plan, computed=4, sampled=2, wall_s=2.0)
     assert share.of == "int8 matmul"
+    doubled = msgspec.structs.replace(plan, numerics=msgspec.structs.replace(plan.numerics, compute="int16"))
+    assert ceilings.matmul_share(LIMITS, doubled, computed=4, sampled=2, wall_s=2.0) == share
     assert share.value == pytest.approx(2 * (100 * 4 + 30 * 2) / 2.0 / 800e9)
     share = ceilings.matmul_share(
         msgspec.structs.replace(LIMITS, matmul_int8_ops_per_s=None), plan, computed=4, sampled=2, wall_s=2.0

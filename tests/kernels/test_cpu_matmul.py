@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class Runner:
     lib: ctypes.CDLL
     team: ctypes.c_void_p
     ids: dict[str, int]
+    terms: int = 1
 
     def linear(self, x: Any, packed: PackedMatrix, *, bias: Any = None, pad: int = 0) -> Any:
         return self._run("linear", x, packed, bias, packed.n, pad)
@@ -46,7 +47,7 @@ class Runner:
         wide[:rows, :k] = x
         out = np.full((rows + 1, outputs + pad), -77.0, np.float32)
         count = np.array([rows], np.int32)
-        size = matrix.scratch_bytes(self.lib, packed, rows)
+        size = matrix.scratch_bytes(self.lib, packed, rows, terms=self.terms)
         scratch = matrix.aligned_bytes(size + 64)
         scratch[size:] = 171
         build: Any = matrix.gated_linear_words if activation else matrix.linear_words
@@ -61,6 +62,7 @@ class Runner:
             count.ctypes.data,
             scratch.ctypes.data,
             *activation,
+            terms=self.terms,
         )
         assert self.lib.tw_op_args(self.ids[op]) == len(words)
         tape = np.array([self.ids[op], len(words), *words], np.int64)
@@ -441,3 +443,30 @@ def test_instruction_sets_agree(runners: Any, lib: ctypes.CDLL) -> None:
         packed = packed_of(lib, kind, 96, 768)
         outs = [runners[isa, 2].linear(x, packed) for isa in range(lib.tw_detect_isa() + 1)]
         assert all(difference(out, outs[0]) <= 2e-6 for out in outs), kind
+
+
+@isas
+@pytest.mark.parametrize("format", ["Q4_0", "Q4_1", "Q5_1", "Q6_K", "Q8_0"])
+def test_two_terms_leave_next_to_no_error_and_rows_stay_alone(
+    lib: ctypes.CDLL, runners: dict[tuple[int, int], Runner], isa: int, format: str
+) -> None:
+    """Compute int16: against float activations, 100 times closer than one term, also when a row has outliers; and bit-equal for any M."""
+    rng = np.random.default_rng(isa)
+    n, k = 49, 2048 + 256  # more than the piece in which remainders are made
+    packed = matrix.pack_blocks(lib, random_blocks(format, n, k, 5), format, n, k)
+    weights = np.float64(matrix.unpack(lib, packed))
+    x = (rng.standard_normal((17, k)) * np.exp(rng.standard_normal((17, k)))).astype(np.float32)
+    x[3, ::97] *= 200
+    x[5, 64:128] = 0
+    exact = x @ weights.T
+    one, two = (replace(pick(runners, isa), terms=terms) for terms in (1, 2))
+    coarse, fine = one.linear(x, packed), two.linear(x, packed)
+    assert difference(fine, exact) <= 1e-4
+    assert difference(fine, exact) * 50 <= difference(coarse, exact)
+    for m in (0, 3, 16):
+        assert np.array_equal(two.linear(x[m : m + 1], packed)[0], fine[m])
+    for threads in (1, 3):
+        assert np.array_equal(replace(pick(runners, isa, threads), terms=2).linear(x, packed), fine)
+    x[7, 100] = np.nan
+    spoiled = two.linear(x, packed)
+    assert np.isnan(spoiled[7]).all() and np.array_equal(np.delete(spoiled, 7, 0), np.delete(fine, 7, 0))

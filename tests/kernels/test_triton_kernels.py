@@ -195,6 +195,21 @@ def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, con
     assert arrived is None or not arrived.any(), "counters must be zero for the next replay"
 
 
+def test_tiles_with_fp8_inputs(rng):
+    rows, features, depth = 5, 24, 192
+    weight, x = normal(rng, 2 * features, depth), normal(rng, rows, depth)
+    scale = weight.float().abs().amax(1) / 448
+    weight8 = (weight.float() / scale[:, None]).clamp(-448, 448).to(FP8)
+    x8, x_scale = torch.zeros(rows, depth, dtype=FP8, device=DEVICE), torch.zeros(rows, device=DEVICE)
+    norm.quantise_tokens(x, out=x8, scale=x_scale)
+    out = torch.zeros(rows, features, dtype=BF16, device=DEVICE)
+    skinny.skinny_linear(
+        x8, weight8, out=out, scale=scale, x_scale=x_scale, gated=True, config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2)
+    )
+    exact = linear_truth(x8.float() * x_scale[:, None], weight8, scale, None, None, None, True)
+    assert difference(out, exact) < BF16_TOLERANCE
+
+
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
@@ -319,8 +334,10 @@ def columns_of(rows, **values):
 VOCABULARY = 2100
 
 
+@pytest.mark.parametrize("candidates", [4096, 64])
 @pytest.mark.parametrize("shape", ["flat", "peaked", "ties"])
-def test_sample_equals_the_reference(rng, shape):
+def test_sample_equals_the_reference(rng, monkeypatch, shape, candidates):
+    monkeypatch.setattr(sampling, "CANDIDATES", candidates)  # few: the search takes several passes over the row
     settings = [
         {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8},
         {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.5, "min_p": 0.2}, {"temperature": 2.0, "top_k": 1},

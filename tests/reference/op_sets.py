@@ -23,18 +23,18 @@ OP_SETS = ("cpu", "plain")
 EXACT = Numerics(compute="f32", quantization="none")
 
 
-def open_ops(name: str) -> Ops:
+def open_ops(name: str, *, activation_terms: int = 1) -> Ops:
     """The op set of that name; skips the test when the C++ library is not built."""
     if name == "plain":
         torch.set_num_threads(1)  # two threads that wait for each other on busy cores are slower than one by far
-        return PlainOps(read_blocks=dequantise)
+        return PlainOps(read_blocks=dequantise, activation_terms=activation_terms)
     library = pytest.importorskip("tradewind.kernels.cpu.library")
     found = library.load()
     if found is None:
         pytest.skip(f"no C++ op library: {library.why_not()}")
     from tradewind.kernels.cpu.ops import CpuOps
 
-    return CpuOps(found, threads=2)
+    return CpuOps(found, threads=2, activation_terms=activation_terms)
 
 
 def load(path: Path, ops: Ops, *, numerics: Numerics = EXACT) -> tuple[Any, ModelCard]:

@@ -19,13 +19,13 @@ NEAR_TIE = 0.05
 pytestmark = pytest.mark.weights
 
 
-def logits_of(path: Path, op_set: str, numerics: Numerics) -> list[np.ndarray]:
+def logits_of(path: Path, op_set: str, numerics: Numerics, *, terms: int = 1) -> list[np.ndarray]:
     """Per prompt: logits [answer tokens, V] at the positions that choose the golden answer.
 
     Prompts are prefilled in one step and the answers decoded side by side, the golden token fed whatever was computed: so one near tie
     does not spoil what follows.
     """
-    ops = open_ops(op_set)
+    ops = open_ops(op_set, activation_terms=terms)
     try:
         model, card = load(path, ops, numerics=numerics)
         prompts = GOLDEN["prompts"]
@@ -70,3 +70,15 @@ def test_int8_compute_agrees_where_the_answer_is_clear(smollm2_gguf: Path, op_se
         agree, total = agree + int(same.sum()), total + len(ids)
     print(f"int8 on {op_set}: {agree} of {total} greedy ids as in float32")
     assert agree >= 0.9 * total
+
+
+@pytest.mark.parametrize("op_set", OP_SETS)
+def test_int16_compute_gives_the_golden_ids(smollm2_gguf: Path, op_set: str) -> None:
+    """Two int8 terms for each activation lose nothing that a greedy answer could show."""
+    packed = Numerics(compute="int8", quantization="none")
+    for prompt, logits in zip(GOLDEN["prompts"], logits_of(smollm2_gguf, op_set, packed, terms=2), strict=True):
+        ids, margin = np.array(prompt["ids"]), np.array(prompt["top2_margin"])
+        clear = margin >= NEAR_TIE
+        assert logits.argmax(-1)[clear].tolist() == ids[clear].tolist(), prompt["prompt"]
+        logprob = log_softmax(logits)[np.arange(len(ids)), ids]
+        np.testing.assert_allclose(logprob, prompt["logprob"], atol=2e-3)

@@ -27,14 +27,20 @@ from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import Front, Options
 from tradewind.serving.http.local import LocalEngine, Watch
 from tradewind.serving.intake import Intake, Limits
+from tradewind.serving.parsers.table import ParserChoice
 from tradewind.serving.tokenizer import _BYTE_OF_CHARACTER, TextTokenizer
 from tradewind.simulate.clock import RealClock
 from tradewind.simulate.scripted import ScriptedExecutor
 
 BOS, START, END, EOS = 256, 257, 258, 259
 VOCAB = 264
-TEMPLATE = "{{ bos_token }}" + CHATML
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ '<|im_start|>system\\n' }}{{ tools | tojson }}{{ '<|im_end|>\\n' }}{% endif %}"
+    + CHATML
+)
 MODEL = "scripted"
+HERMES = ParserChoice(name="hermes", reasoning="none", reasons=("hermes: the test says so",))
+THINKING = ParserChoice(name="hermes", reasoning="think", reasons=("hermes: the test says so",))
 
 
 def byte_tokenizer() -> TextTokenizer:
@@ -74,21 +80,6 @@ class Parrot(ScriptedExecutor):
     def submit(self, step: Step) -> None:
         self.entered.extend(step.enter)
         super().submit(step)
-        del self.steps[:-2]
-        self.steps[:] = self.steps[-2:]
-
-    def collect(self) -> Any:
-        assert self._queue, "collect without a submitted step"
-        result, _ = self._queue.popleft()
-        delay = self._delay_s if not callable(self._delay_s) else 0.0
-        delay += self._stall.get(result.number, 0.0)
-        if delay:
-            self._clock.sleep(delay)
-        if self._die_at is not None and result.number >= self._die_at:
-            from tradewind.contract.errors import EngineDeadError
-
-            raise EngineDeadError(f"the scripted device died in step {result.number}")
-        return result
 
     def _answer(self, state: Any, position: int, visible: Sequence[bytes]) -> int:
         enter: Enter = state.enter
@@ -185,7 +176,13 @@ def served(app: Starlette) -> Iterator[int]:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
-        app, log_level="error", access_log=False, loop="uvloop", http="httptools", ws="none", timeout_graceful_shutdown=1
+        app,
+        log_level="error",
+        access_log=False,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="http-under-test")
@@ -345,15 +342,11 @@ def live_model(path: str, *, options: Options | None = None, **means: Any) -> It
         client=local,
         tokenizer=engine.tokenizer,
         template=template,
-        intake=Intake(
-            Limits(vocab_size=plan.card.vocab_size, max_context=plan.schedule.max_context, eos_ids=eos)
-        ),
+        intake=Intake(Limits(vocab_size=plan.card.vocab_size, max_context=plan.schedule.max_context, eos_ids=eos)),
         model=MODEL,
         max_running=plan.schedule.max_running,
         options=options or Options(),
-        speech=parser_for(
-            plan.card.family, getattr(template, "source", None), token_id=engine.tokenizer.token_id
-        ),
+        speech=parser_for(plan.card.family, getattr(template, "source", None), token_id=engine.tokenizer.token_id),
     )
     rig = Rig.__new__(Rig)
     rig.front, rig.engine, rig.client, rig.tokenizer, rig.watch = front, local, engine.client, engine.tokenizer, watch

@@ -37,7 +37,21 @@ Written = list[tuple[str, str]]
 MARKERS = sorted({marker for row in PARSERS.values() for marker in row.markers} | {"<think>", "</think>"})
 MORE_MARKERS = [*MARKERS, "<function=f>", "<parameter=a>", "</parameter>", "</function>", "```", "```json\n", "; "]
 NAMES = ["f", "get_weather", "a-b", "x1"]
-PIECES_OF_MARKERS = ["<", "</", "<th", "<tool_ca", "<|", "<\uff5c", "[TOOL", "[", "{", '{"name": ', "}", "<function", "`"]
+PIECES_OF_MARKERS = [
+    "<",
+    "</",
+    "<th",
+    "<tool_ca",
+    "<|",
+    "<\uff5c",
+    "[TOOL",
+    "[",
+    "{",
+    '{"name": ',
+    "}",
+    "<function",
+    "`",
+]
 
 
 # -- writers, written from the formats' descriptions and not from the parsers
@@ -99,6 +113,15 @@ def qwen3_coder(calls: list[Call]) -> Written:
     return written
 
 
+def seed_oss(calls: list[Call]) -> Written:
+    written: Written = [("said", "\n")]
+    for name, args, _ in calls:
+        body = "".join(f"<parameter={key}>{spell(value)}</parameter>\n" for key, value in args.items())
+        written.append(("mark", f"<seed:tool_call>\n<function={name}>\n{body}</function>\n</seed:tool_call>"))
+        written.append(("said", "\n"))
+    return written
+
+
 WRITERS: dict[str, Callable[[list[Call]], Written]] = {
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
@@ -109,6 +132,7 @@ WRITERS: dict[str, Callable[[list[Call]], Written]] = {
     "mistral": mistral,
     "mistral_v11": mistral_v11,
     "qwen3_coder": qwen3_coder,
+    "seed_oss": seed_oss,
 }
 
 
@@ -148,7 +172,9 @@ def write_harmony(segments: Sequence[Segment]) -> tuple[str, str | None, str | N
 
 letters = st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc")), max_size=6)
 adversarial = st.lists(
-    st.one_of(letters, st.sampled_from([*MORE_MARKERS, *PIECES_OF_MARKERS, '"', "\\", "\n", "\u2028", "🙂", "é", "\\u00e9"])),
+    st.one_of(
+        letters, st.sampled_from([*MORE_MARKERS, *PIECES_OF_MARKERS, '"', "\\", "\n", "\u2028", "🙂", "é", "\\u00e9"])
+    ),
     max_size=6,
 ).map("".join)
 numbers = st.one_of(st.integers(-(10**20), 10**20), st.floats(allow_nan=False, allow_infinity=False))
@@ -164,11 +190,14 @@ keys = st.sampled_from(["a", "b", "city", "name", "arguments"])
 def calls(draw: st.DrawFn) -> list[Call]:
     made = []
     for _ in range(draw(st.integers(1, 3))):
-        arguments = draw(st.dictionaries(keys, values, max_size=3))
+        drawn = draw(st.dictionaries(keys, values, max_size=3))
+        # A property is of one type in all calls, as a schema would have it.
+        arguments = {k if isinstance(v, str) else f"{k}_{type(v).__name__}": v for k, v in drawn.items()}
         text = json.dumps(
-            arguments, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])), separators=draw(
-                st.sampled_from([(",", ":"), (", ", ": ")])
-            )
+            arguments,
+            ensure_ascii=draw(st.booleans()),
+            indent=draw(st.sampled_from([None, 1])),
+            separators=draw(st.sampled_from([(",", ":"), (", ", ": ")])),
         )
         made.append((draw(st.sampled_from(NAMES)), arguments, text))
     return made
@@ -189,6 +218,17 @@ def no_neighbours(parts: list[Segment]) -> list[Segment]:
     return [part for place, part in enumerate(parts) if not place or parts[place - 1][0] != part[0]]
 
 
+def without_end_tags(value: Any) -> Any:
+    """For the two formats that cannot escape: values that hold no end tag, and for Seed-OSS no line break at their ends."""
+    if isinstance(value, str):
+        return value.replace("</", "< /").strip("\n")
+    if isinstance(value, list | tuple):
+        return type(value)(without_end_tags(item) for item in value)
+    if isinstance(value, dict):
+        return {without_end_tags(key): without_end_tags(item) for key, item in value.items()}
+    return value
+
+
 def schema_of(parts: Sequence[Segment]) -> dict[str, Any]:
     """Tools whose schemas say of every argument that was written what it is."""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -196,10 +236,7 @@ def schema_of(parts: Sequence[Segment]) -> dict[str, Any]:
     for kind, made in parts:
         for name, arguments, _ in made if kind == "calls" else ():
             for key, value in arguments.items():
-                kind_of_value = kinds.get(type(value), "null")
-                known = tools[name]["properties"].setdefault(key, {"type": kind_of_value})
-                # One property cannot be text in one call and a number in the next: the format could not tell them apart.
-                assume(known["type"] == kind_of_value)
+                tools[name]["properties"][key] = {"type": kinds.get(type(value), "null")}
     return tools
 
 
@@ -253,7 +290,7 @@ FORMATS = sorted(set(PARSERS) - {"plain"})
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), places=cuts)
 def test_what_was_written_is_what_comes_out(name: str, data: st.DataObject, places: list[int]) -> None:
     parts = no_neighbours(data.draw(segments))
@@ -264,10 +301,9 @@ def test_what_was_written_is_what_comes_out(name: str, data: st.DataObject, plac
         assume(parts)
     if name == "harmony":
         assume(not any("<|" in str(part[1]) for part in parts if part[0] == "text"))
+    if name in ("qwen3_coder", "seed_oss"):
+        parts = [(kind, without_end_tags(value) if kind == "calls" else value) for kind, value in parts]
     tools = schema_of(parts)
-    if name == "qwen3_coder":
-        texts = [v for kind, made in parts if kind == "calls" for _, a, _ in made for v in a.values() if isinstance(v, str)]
-        assume(not any(end in text for text in texts for end in ("</parameter>", "</function>")))
     text, content, reasoning = write(name, parts)
     whole = merge(parse(name, [text], tools=tools))
     assert merge(parse(name, cut(text, places), tools=tools)) == whole
@@ -277,14 +313,14 @@ def test_what_was_written_is_what_comes_out(name: str, data: st.DataObject, plac
     written = [call for kind, made in parts if kind == "calls" for call in made]
     assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [(n, a) for n, a, _ in written]
     assert all(call.complete for call in message.calls)
-    if name not in ("qwen3_coder", "llama3_pythonic"):
+    if name not in ("qwen3_coder", "seed_oss", "llama3_pythonic"):
         assert [call.arguments for call in message.calls] == [text for _, _, text in written]
     assert message.content == content
     assert message.reasoning == reasoning
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), places=cuts, end=st.integers(0, 100_000))
 def test_a_cut_answer_is_a_beginning_of_the_whole_one(
     name: str, data: st.DataObject, places: list[int], end: int
@@ -317,9 +353,15 @@ def test_a_cut_answer_is_a_beginning_of_the_whole_one(
 
 soup = st.lists(
     st.one_of(
-        st.sampled_from([*MORE_MARKERS, *PIECES_OF_MARKERS, " ", "\n", "f", "f(", "a=", "1", ")", "]", ",", ":", '"', "\\"]),
-        st.sampled_from(['"name"', '"f"', '"arguments"', '"parameters"', "{}", '{"a": 1}', '{"name": "f", "arguments": {']),
-        st.sampled_from(["functions.f", "to=functions.f", "analysis", "final", "[f(", "\\ud83d", "\\u00", "null", "🙂"]),
+        st.sampled_from(
+            [*MORE_MARKERS, *PIECES_OF_MARKERS, " ", "\n", "f", "f(", "a=", "1", ")", "]", ",", ":", '"', "\\"]
+        ),
+        st.sampled_from(
+            ['"name"', '"f"', '"arguments"', '"parameters"', "{}", '{"a": 1}', '{"name": "f", "arguments": {']
+        ),
+        st.sampled_from(
+            ["functions.f", "to=functions.f", "analysis", "final", "[f(", "\\ud83d", "\\u00", "null", "🙂"]
+        ),
         letters,
     ),
     max_size=14,
@@ -327,7 +369,7 @@ soup = st.lists(
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(text=soup, places=cuts, known=st.booleans())
 def test_soup_is_never_lost_and_never_raises(name: str, text: str, places: list[int], known: bool) -> None:
     tools: dict[str, Any] = {"f": {}} if known else {}

@@ -163,6 +163,8 @@ def matmul_share(limits: Limits, plan: Plan, *, computed: int, sampled: int, wal
     ways = {
         "int8": ("int8 matmul", limits.matmul_int8_ops_per_s),
         "bf16": ("bf16 matmul", limits.matmul_bf16_flops_per_s),
+        # Two int8 products for each weight, so at most half of this ceiling: that half is the price of its accuracy.
+        "int16": ("int8 matmul", limits.matmul_int8_ops_per_s),
     }
     name, rate = ways.get(plan.numerics.compute, ("", None))
     if rate is None:

@@ -19,7 +19,9 @@ from tradewind.contract.errors import LimitError, UserError
 from tradewind.contract.kv import KVFormat
 
 Backend = Literal["cpu", "plain", "cuda"]
-Compute = Literal["f32", "bf16", "int8"]
+Compute = Literal["f32", "bf16", "int16", "int8"]
+PACKED: tuple[Compute, ...] = ("int8", "int16")
+"""Ways to compute that multiply packed quants."""
 Quantization = Literal["none", "int8", "int4"]
 Policy = Literal["arrival", "priority"]
 Value = TypeVar("Value")
@@ -112,7 +114,7 @@ def check_goals(goals: Goals) -> None:
 
 WORDS: dict[str, tuple[str, ...]] = {
     "backend": ("cpu", "cuda", "plain"),
-    "compute": ("bf16", "f32", "int8"),
+    "compute": ("bf16", "f32", "int16", "int8"),
     "kv_format": ("bf16", "f16", "f32", "fp8"),
     "policy": ("arrival", "priority"),
     "quantization": ("int4", "int8", "none"),
@@ -156,16 +158,16 @@ def choose_quantization(means: Means, *, card: ModelCard, scenario: str, backend
     sizes["none"] = ledger.matmul_bytes(card, compute="bf16", quantization="none")
     shown = {name: f"{name} {show_bytes(size)}" for name, size in sizes.items()}
     if wanted is not None:
-        if wanted == "none" and means.compute == "int8":
+        if wanted == "none" and means.compute in PACKED:
             raise UserError(
-                f"compute int8 needs quantised weights; the file of '{card.name}' has {formats}: use quantization int8"
+                f"compute {means.compute} needs quantised weights; the file of '{card.name}' has {formats}: use quantization int8"
             )
         why = f"weights take {shown[wanted]}"
         if wanted != "none" and means.compute in ("f32", "bf16"):
             why = f"weights are rounded to {wanted} and kept as {means.compute}: shows what {wanted} costs in quality, saves no memory"
         return wanted, Reason(choice="quantization", value=wanted, why=why, pinned=True)
-    if means.compute == "int8":
-        why = "compute int8 is pinned and needs quantised weights; 8 bits lose least"
+    if means.compute in PACKED:
+        why = f"compute {means.compute} is pinned and needs quantised weights; 8 bits lose least"
         return "int8", Reason(choice="quantization", value="int8", why=why, rejected=f"{shown['int4']}: loses more")
     if scenario == "memory" and means.compute is None and backend == "cpu":
         why = f"smallest memory is the goal: weights take {shown['int4']}; answers may lose some quality"
@@ -180,20 +182,21 @@ def choose_quantization(means: Means, *, card: ModelCard, scenario: str, backend
 
 
 def choose_compute(
-    means: Means, *, card: ModelCard, hardware: Hardware, backend: Backend, quantization: Quantization
+    means: Means, *, card: ModelCard, hardware: Hardware, backend: Backend, quantization: Quantization, scenario: str
 ) -> Choice[Compute]:
     """How matmuls are computed."""
     if means.compute is not None:
         why = {
             "f32": "nothing is quantised or rounded; weights take 4 bytes each",
             "bf16": "weights and activations are rounded to 8 significant bits",
+            "int16": "activations are two int8 terms per 32 values: weights stay packed and answers stay those of the file's weights",
             "int8": "activations are rounded to int8 per 32 values",
         }[means.compute]
         return means.compute, Reason(choice="compute", value=means.compute, why=why, pinned=True)
     if backend == "plain":
         why = "the reference ops are exact and slow whatever the format"
         return "f32", Reason(
-            choice="compute", value="f32", why=why, rejected="bf16, int8: no faster in torch's plain ops"
+            choice="compute", value="f32", why=why, rejected="bf16, int16, int8: no faster in torch's plain ops"
         )
     reads = {
         name: show_bytes(ledger.matmul_bytes(card, compute=name, quantization=quantization))
@@ -201,9 +204,14 @@ def choose_compute(
     }
     if quantization != "none" or ledger.block_quantised(card) > 0.5:
         with_what = "AVX512-VNNI" if "avx512_vnni" in hardware.features else "integer dot products"
+        unpacked = f"bf16 {reads['bf16']}, f32 {reads['f32']}: unpacked and so slower"
         why = f"quantised weights stay packed and meet int8 activations in {with_what}: {reads['int8']} are read for a token"
-        rejected = f"bf16 {reads['bf16']}, f32 {reads['f32']}: exacter, but unpacked and so slower"
-        return "int8", Reason(choice="compute", value="int8", why=why, rejected=rejected)
+        if scenario in ("throughput", "memory"):
+            rejected = f"int16: nearly exact, half the speed of long prompts; {unpacked}"
+            return "int8", Reason(choice="compute", value="int8", why=why, rejected=rejected)
+        why += "; two int8 terms for each value keep 15 bits, so the answers are those of the file's weights"
+        rejected = f"int8: up to twice as fast for long prompts, but changes about one greedy token in 25; {unpacked}"
+        return "int16", Reason(choice="compute", value="int16", why=why, rejected=rejected)
     if "avx512_bf16" in hardware.features:
         why = f"the CPU multiplies bf16 directly: {reads['bf16']} are read for a token"
         rejected = f"f32: reads {reads['f32']}; int8: needs quantised weights"

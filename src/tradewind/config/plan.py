@@ -63,7 +63,7 @@ class NumericsPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Formats and backends."""
 
     backend: Literal["cpu", "plain", "cuda"]
-    compute: Literal["f32", "bf16", "int8"]
+    compute: Literal["f32", "bf16", "int16", "int8"]
     quantization: Literal["none", "int8", "int4"]
     kv_format: KVFormat
     tape: bool

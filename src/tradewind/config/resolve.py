@@ -47,7 +47,7 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         means, card=card, scenario=goals.scenario, backend=backend
     )
     compute, why_compute = choices.choose_compute(
-        means, card=card, hardware=hardware, backend=backend, quantization=quantization
+        means, card=card, hardware=hardware, backend=backend, quantization=quantization, scenario=goals.scenario
     )
     kv_format, why_kv = choices.choose_kv_format(means, card=card, backend=backend, compute=compute)
     page_tokens, why_page = choices.choose_page_tokens(means, backend=backend)

@@ -74,6 +74,16 @@ TECHNIQUES: dict[str, Technique] = {
         metric="prefill tokens per second; logit difference to f32",
         test="tests/reference/test_smollm2_golden.py::test_int8_compute_agrees_where_the_answer_is_clear",
     ),
+    "int16_activations": Technique(
+        layer="compute",
+        switch="means.compute (int16 against int8)",
+        helps="quality: answers are those of the file's weights; decode speed stays, for weights are read once",
+        hurts="prefill: twice the integer products of int8",
+        prerequisites=("packed_weights",),
+        conflicts=("int8_activations",),
+        metric="greedy ids as in float32; prefill tokens per second",
+        test="tests/reference/test_smollm2_golden.py::test_int16_compute_gives_the_golden_ids",
+    ),
     "kv_f16": Technique(
         layer="cache",
         switch="means.kv_format",

@@ -12,6 +12,7 @@ The end of the stream is a message too: to the engine it says that the front is 
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -200,7 +201,8 @@ class Frames:
                 break
             out.append(view[at + 4 : at + 4 + length])
             at += 4 + length
-        self._rest = bytearray(source[at:]) if at < end else bytearray()
+        if at or source is data:
+            self._rest = bytearray(view[at:])
         return out
 
 
@@ -247,15 +249,18 @@ class Link(Generic[In]):
         while not self._ready:
             if self._ended:
                 return None
-            self._socket.settimeout(timeout_s)
             try:
+                if timeout_s is not None and not self._readable(timeout_s):
+                    raise TimeoutError("no message came in time")
                 self._take(self._socket.recv(CHUNK_BYTES))
             except ConnectionError:
                 self._ended = True
-            finally:
-                if self._socket.fileno() >= 0:
-                    self._socket.settimeout(None)
         return self._ready.popleft()
+
+    def _readable(self, timeout_s: float) -> bool:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(max(0.0, timeout_s) * 1e3))
 
     def receive_ready(self) -> list[In] | None:
         """The messages that are there, without waiting; None when the stream has ended and all were given."""

@@ -38,9 +38,10 @@ class PlainOps:
 
     name = "plain"
 
-    def __init__(self, *, read_blocks: ReadBlocks | None = None) -> None:
+    def __init__(self, *, read_blocks: ReadBlocks | None = None, activation_terms: int = 1) -> None:
         """read_blocks: how block formats become float32 (`quantization.blocks.dequantise`); without it only F32, F16 and BF16 are read."""
         self._read_blocks = read_blocks
+        self._terms = activation_terms
 
     # ---------------------------------------------------------------------------------------------- memory and packing
 
@@ -132,7 +133,7 @@ class PlainOps:
 
     def linear(self, x: Any, weight: PackedMatrix, *, bias: Any | None, out: Any, count: Count) -> None:
         n = int(count[0])
-        seen = as_seen(as_torch(x)[:n], weight.layout)
+        seen = as_seen(as_torch(x)[:n], weight.layout, terms=self._terms)
         as_torch(out)[:n] = reference.linear(seen, weight.data[0], None if bias is None else as_torch(bias))
 
     def gated_linear(
@@ -140,7 +141,7 @@ class PlainOps:
     ) -> None:
         n = int(count[0])
         gate, up = weight.data[0].view(-1, 2, weight.k).unbind(1)
-        seen = as_seen(as_torch(x)[:n], weight.layout)
+        seen = as_seen(as_torch(x)[:n], weight.layout, terms=self._terms)
         as_torch(out)[:n] = reference.gated_linear(
             seen, gate, up, activation=activation, bias=None if bias is None else as_torch(bias)
         )
@@ -261,11 +262,14 @@ def as_torch(values: Any) -> torch.Tensor:
     return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
 
 
-def as_seen(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Activations as a matmul of that layout sees them."""
+def as_seen(x: torch.Tensor, layout: str, *, terms: int = 1) -> torch.Tensor:
+    """Activations as a matmul of that layout sees them; `terms` int8 terms each where it multiplies quants."""
     if layout == "bf16":
         return x.bfloat16().float()
-    return reference.round_activations(x) if layout == "quant" else x
+    if layout != "quant":
+        return x
+    seen = reference.round_activations(x)
+    return seen if terms == 1 else seen + reference.round_activations(x - seen)
 
 
 def sample_row(logits: torch.Tensor, columns: SampleColumns, row: int) -> int:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tradewind.contract.errors import UserError
-from tradewind.kernels.ops import Compute, PackedMatrix
+from tradewind.kernels.ops import Compute as Compute
+from tradewind.kernels.ops import PackedMatrix
 from tradewind.kernels.ops import Ops as Ops
 from tradewind.quantization.gguf import GGUFScheme
 from tradewind.quantization.online import OnlineScheme

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from tradewind.config.plan import NumericsPlan
 from tradewind.contract.errors import UserError
 from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
-from tradewind.quantization.scheme import SCHEMES, Numerics, Ops, Scheme, choose_scheme
+from tradewind.quantization.scheme import SCHEMES, Compute, Numerics, Ops, Scheme, choose_scheme
 from tradewind.weights.checkpoint import Checkpoint
 from tradewind.weights.tensor import RawTensor, shown
 
@@ -73,11 +73,16 @@ def load_model(
     """
     loading = _Loading(
         checkpoint, family=family, card=card, ops=ops,
-        numerics=Numerics(compute=numerics.compute, quantization=numerics.quantization), progress=progress,
+        numerics=Numerics(compute=packing(numerics.compute), quantization=numerics.quantization), progress=progress,
     )  # fmt: skip
     model = family.build(card=card, ops=ops, weights=PlacedWeights(loading), attention=attention)
     loading.refuse_surplus()
     return model
+
+
+def packing(compute: str) -> Compute:
+    """How weights are packed for a way to compute: int16 differs from int8 only in the activations."""
+    return "int8" if compute == "int16" else cast("Compute", compute)
 
 
 class PlacedWeights:

@@ -6,6 +6,8 @@ library is found (the handle is passed in), tapes, models. The layout itself is 
 Int8 compute: x is quantised per 32 values, sx = absmax / 127 and q = round_to_even(x * (127 / absmax)) in float32; then
 y = sum over groups of scale * sx * dot(q_weight, q) + minimum * sx * sum(q). A group of x with a value that is not finite makes the whole
 row of y NaN (and no other row); one with absmax below 1e-30 counts as zeros.
+
+Int16 compute: what the int8 term leaves over, x - sx * q, is quantised in the same way as a second term, and the two results are added.
 """
 
 from __future__ import annotations
@@ -201,11 +203,11 @@ def unpack(lib: ctypes.CDLL, packed: PackedMatrix, *, threads: int | None = None
 # ------------------------------------------------------------------------------------------------------- argument words
 
 
-def scratch_bytes(lib: ctypes.CDLL, packed: PackedMatrix, capacity_rows: int) -> int:
+def scratch_bytes(lib: ctypes.CDLL, packed: PackedMatrix, capacity_rows: int, *, terms: int = 1) -> int:
     """Bytes of scratch (on a cache line) that one matmul of up to `capacity_rows` rows needs; it may be shared by ops that run in turn."""
     function = lib.tw_matmul_scratch
     function.restype = ctypes.c_int64
-    return max(LINE, int(function(_at(packed.data[0]), ctypes.c_int64(capacity_rows))))
+    return max(LINE, int(function(_at(packed.data[0]), ctypes.c_int64(capacity_rows), ctypes.c_int64(terms))))
 
 
 def linear_words(
@@ -217,10 +219,14 @@ def linear_words(
     out_stride: int,
     count_ptr: int,
     scratch_ptr: int,
+    terms: int = 1,
 ) -> tuple[int, ...]:
-    """The argument words of op `linear`. Strides are in float32 values from row to row; bias_ptr 0 means no bias."""
+    """The argument words of op `linear`. Strides are in float32 values from row to row; bias_ptr 0 means no bias.
+
+    terms: int8 terms of an activation that meets quants; 1 (int8) or 2 (int16: the second is what the first left over).
+    """
     assert not packed.gated, "a gated matrix belongs to gated_linear"
-    return (x_ptr, x_stride, packed.data[0].ctypes.data, bias_ptr, out_ptr, out_stride, count_ptr, scratch_ptr)
+    return (x_ptr, x_stride, packed.data[0].ctypes.data, bias_ptr, out_ptr, out_stride, count_ptr, scratch_ptr, terms)
 
 
 def gated_linear_words(
@@ -233,10 +239,11 @@ def gated_linear_words(
     count_ptr: int,
     scratch_ptr: int,
     activation: Activation,
+    terms: int = 1,
 ) -> tuple[int, ...]:
     """The argument words of op `gated_linear`: those of `linear`, then the activation. `packed` is from `pack_gated`."""
     assert packed.gated, "gated_linear needs a matrix from pack_gated"
-    words = (x_ptr, x_stride, packed.data[0].ctypes.data, bias_ptr, out_ptr, out_stride, count_ptr, scratch_ptr)
+    words = (x_ptr, x_stride, packed.data[0].ctypes.data, bias_ptr, out_ptr, out_stride, count_ptr, scratch_ptr, terms)
     return (*words, _ACTIVATIONS[activation])
 
 

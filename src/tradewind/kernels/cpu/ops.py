@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ ROW_FORMATS = {
     for code, name in enumerate(("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))
 }
 LARGE_BYTES = 1 << 20
-"""From here on memory comes straight from the system: untouched pages cost nothing."""
-HUGE_PAGE_BYTES = 1 << 21
+"""From here on memory comes straight from the system: untouched pages cost nothing. Huge pages are not asked for: attention got no faster
+with them (it prefetches), and 60 KV buffers of which a short prompt touches the start would hold 2 MB each."""
 SAMPLE_PIECE = 4096
 SAMPLE_PIECE_BYTES = 272
 """One record per piece of the vocabulary in the scratch of `sample`; the same constants as in csrc/sample.cpp."""
@@ -51,8 +51,13 @@ class CpuOps:
 
     name = "cpu"
 
-    def __init__(self, library: Library, *, threads: int, isa: int | None = None) -> None:
-        """threads: of the team, the caller included. isa: an index of library.ISAS to stay at or below; None takes the machine's best."""
+    def __init__(self, library: Library, *, threads: int, isa: int | None = None, activation_terms: int = 1) -> None:
+        """threads: of the team, the caller included. isa: an index of library.ISAS to stay at or below; None takes the machine's best.
+
+        activation_terms: int8 terms of an activation that meets quantised weights, 1 (compute int8) or 2 (int16).
+        """
+        assert activation_terms in (1, 2), activation_terms
+        self._terms = activation_terms
         self.library = library
         self.team = library.team(threads=threads, isa=isa)
         self._recording: Tape | None = None
@@ -85,22 +90,20 @@ class CpuOps:
     # ------------------------------------------------------------------------------------------------------------ memory
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Zeros on a cache line. Large ones are untouched pages of the system, huge pages where it has them."""
+        """Zeros on a cache line. Large ones are untouched pages of the system."""
         kind = np.dtype(DTYPES[dtype])
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         if nbytes < LARGE_BYTES:
             memory = np.zeros(nbytes + matrix.LINE, np.uint8)
             start = -memory.ctypes.data % matrix.LINE
             return memory[start : start + nbytes].view(kind).reshape(shape)
-        if hasattr(mmap, "MAP_PRIVATE"):  # Python's default is shared memory, which has its own rules for huge pages
+        # Python's default is shared memory, which a container may count and limit apart.
+        if hasattr(mmap, "MAP_PRIVATE"):
             pages = mmap.mmap(
                 -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
             )
         else:
             pages = mmap.mmap(-1, nbytes)
-        if nbytes >= 2 * HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages: only slower
-                pages.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(pages, np.uint8, nbytes).view(kind).reshape(shape)
 
     def constant(self, values: npt.NDArray[Any]) -> Array:
@@ -213,9 +216,10 @@ class CpuOps:
             out.shape[1],
             _address(count),
             _address(scratch),
+            self._terms,
         )
         self._call(
-            "linear", *words, label=f"linear {weight.layout}{weight.bits} [{len(x)}, {weight.k}] -> {weight.n}",
+            "linear", *words, label=f"linear {_kind(weight)} [{len(x)}, {weight.k}] -> {weight.n}",
             alive=(x, weight, bias, out, count, scratch),
         )  # fmt: skip
 
@@ -236,15 +240,16 @@ class CpuOps:
             _address(count),
             _address(scratch),
             activation,
+            self._terms,
         )
         self._call(
-            "gated_linear", *words, label=f"gated_linear {weight.layout}{weight.bits} [{len(x)}, {weight.k}] -> {weight.n // 2}",
+            "gated_linear", *words, label=f"gated_linear {_kind(weight)} [{len(x)}, {weight.k}] -> {weight.n // 2}",
             alive=(x, weight, bias, out, count, scratch),
         )  # fmt: skip
 
     def _scratch_for(self, weight: PackedMatrix, rows: int) -> Array:
         """Scratch that every matmul shares, since ops run in turn. Growing leaves the old one to the tapes that know it."""
-        needed = matrix.scratch_bytes(self.library.handle, weight, rows)
+        needed = matrix.scratch_bytes(self.library.handle, weight, rows, terms=self._terms)
         if needed > self._matmul_scratch.nbytes:
             self._matmul_scratch = self.empty((needed,), "u8")
         return self._matmul_scratch
@@ -365,6 +370,10 @@ class CpuOps:
         assert not np.isin(source, target).any(), "a page cannot be source and target of one copy"
         for pages in (kv.k, kv.v):
             self._call("copy_pages", pages, pages[0].nbytes, source, target, len(source))
+
+
+def _kind(weight: PackedMatrix) -> str:
+    return f"quant{weight.bits}" if weight.layout == "quant" else weight.layout
 
 
 def _address(array: Array | None) -> int:

@@ -135,8 +135,98 @@ def _rough_mass(x, best, inverse_temperature):
 
 
 @triton.jit
+def _amounts(source, n, pivots, best, inverse, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """Of source[0:n]: how many values, and how much mass (0 without BY_MASS), have a key >= each of 8 pivots. int64 [8] each."""
+    i = tl.arange(0, CHUNK)
+    count = tl.zeros([8, CHUNK], tl.int32)
+    mass = tl.zeros([8, CHUNK], tl.int64)
+    for start in range(0, n, 4 * CHUNK):
+        # Four loads before the first use: one program is alone on its multiprocessor and waits for the L2.
+        x0 = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
+        x1 = tl.load(source + start + CHUNK + i, mask=start + CHUNK + i < n, other=float("-inf"))
+        x2 = tl.load(source + start + 2 * CHUNK + i, mask=start + 2 * CHUNK + i < n, other=float("-inf"))
+        x3 = tl.load(source + start + 3 * CHUNK + i, mask=start + 3 * CHUNK + i < n, other=float("-inf"))
+        for u in tl.static_range(4):
+            if u == 0:
+                x = x0
+            elif u == 1:
+                x = x1
+            elif u == 2:
+                x = x2
+            else:
+                x = x3
+            key = ordered(x).to(tl.int64)
+            key = tl.where(start + u * CHUNK + i < n, key, -2147483649)  # below every pivot
+            at_least = key[None, :] >= pivots[:, None]
+            count += at_least.to(tl.int32)
+            if BY_MASS:
+                mass += tl.where(at_least, _rough_mass(x, best, inverse)[None, :], 0)
+    return tl.sum(count.to(tl.int64), 1), tl.sum(mass, 1)
+
+
+@triton.jit
+def _narrow(pivots, count, amount, target, low, high, count_low, count_high, above):
+    """The tightest [low, high) with amount(low) >= target > amount(high) that the pivots show; `above` is amount(high)."""
+    enough = amount >= target
+    new_low = tl.maximum(tl.max(tl.where(enough, pivots, low), 0), low)
+    new_high = tl.minimum(tl.min(tl.where(enough, high, pivots), 0), high)
+    count_low = tl.where(new_low > low, tl.min(tl.where(pivots == new_low, count, 9223372036854775807), 0), count_low)
+    count_high = tl.where(new_high < high, tl.max(tl.where(pivots == new_high, count, 0), 0), count_high)
+    above = tl.where(new_high < high, tl.max(tl.where(pivots == new_high, amount, 0), 0), above)
+    return new_low, new_high, count_low, count_high, above
+
+
+@triton.jit
+def _largest_cut(
+    logits, candidates, filled_ptr, V, low, count_low, target, best, inverse,
+    BY_MASS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The largest key c with amount(key >= c) >= target, the amount above c, and the count at or above c. amount(low) >= target is given.
+
+    Passes over the row narrow the range by 8 pivots until it holds few values; those are gathered, and the rest happens among them.
+    """
+    i = tl.arange(0, CHUNK)
+    e = tl.arange(0, 8)
+    high = ordered(best).to(tl.int64) + 1
+    count_high = tl.full([], 0, tl.int64)
+    above = tl.full([], 0, tl.int64)
+    # The first pivots are equal steps of probability, later ones equal steps of keys.
+    depth = tl.where(e == 0, 24.0, tl.where(e == 1, 16.0, tl.where(e == 2, 11.0, tl.where(e == 3, 8.0, tl.where(e == 4, 5.5, tl.where(e == 5, 3.5, tl.where(e == 6, 2.0, 0.7)))))))  # fmt: skip
+    pivots = tl.maximum(ordered(best - depth / inverse).to(tl.int64), low)
+    while (count_low - count_high > CANDIDATES) & (high - low > 1):
+        count, mass = _amounts(logits, V, pivots, best, inverse, BY_MASS, CHUNK)
+        amount = mass if BY_MASS else count
+        low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
+        pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
+    if high - low > 1:
+        tl.store(filled_ptr, 0)
+        tl.debug_barrier()
+        for start in range(0, V, 4 * CHUNK):
+            for u in tl.static_range(4):
+                at = start + u * CHUNK + i
+                x = tl.load(logits + at, mask=at < V, other=float("-inf"))
+                key = ordered(x).to(tl.int64)
+                take = (key >= low) & (key < high) & (at < V)
+                if tl.max(take.to(tl.int32), 0) > 0:
+                    place = tl.atomic_add(filled_ptr + tl.zeros([CHUNK], tl.int32), 1, mask=take, sem="relaxed")
+                    tl.store(candidates + place, x, mask=take & (place < CANDIDATES))
+        tl.debug_barrier()
+        n = tl.minimum(count_low - count_high, CANDIDATES).to(tl.int32)
+        count_base = count_high
+        base = above
+        pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
+        while high - low > 1:
+            count, mass = _amounts(candidates, n, pivots, best, inverse, BY_MASS, CHUNK)
+            count += count_base
+            amount = (mass if BY_MASS else count - count_base) + base
+            low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
+            pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
+    return low, above, count_low
+
+
+@triton.jit
 def _threshold_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, cut_ptr, ties_ptr, candidates_ptr, count_ptr, V,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, cut_ptr, ties_ptr, candidates_ptr, filled_ptr, count_ptr, V,
     CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -157,146 +247,40 @@ def _threshold_kernel(
         return
     inverse = 1.0 / temperature
     logits = logits_ptr + row.to(tl.int64) * V
-    i = tl.arange(0, CHUNK)
-
-    # One pass: how many values, and how much mass, lie within 1, 2, 4 ... of the maximum (in units of temperature).
-    step1 = best - 2.0 * temperature
-    step2 = best - 6.0 * temperature
-    step3 = best - 10.0 * temperature
-    n1 = tl.zeros([CHUNK], tl.int32)
-    n2 = tl.zeros([CHUNK], tl.int32)
-    n3 = tl.zeros([CHUNK], tl.int32)
-    m1 = tl.zeros([CHUNK], tl.int64)
-    m2 = tl.zeros([CHUNK], tl.int64)
-    m3 = tl.zeros([CHUNK], tl.int64)
-    m_all = tl.zeros([CHUNK], tl.int64)
-    for start in range(0, V, CHUNK):
-        x = tl.load(logits + start + i, mask=start + i < V, other=float("-inf"))
-        mass = _rough_mass(x, best, inverse)
-        n1 += (x >= step1).to(tl.int32)
-        n2 += (x >= step2).to(tl.int32)
-        n3 += (x >= step3).to(tl.int32)
-        m_all += mass
-        m1 += tl.where(x >= step1, mass, 0)
-        m2 += tl.where(x >= step2, mass, 0)
-        m3 += tl.where(x >= step3, mass, 0)
-    total = tl.sum(m_all, 0)
-    wanted = (p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-    c1 = tl.sum(n1, 0)
-    c2 = tl.sum(n2, 0)
-    c3 = tl.sum(n3, 0)
-    # The highest step that surely holds the cut: enough values for top-k and (kept mass <= total) enough mass for top-p.
-    good1 = ((by_k == 0) | (c1 >= k)) & ((by_p == 0) | (tl.sum(m1, 0) >= wanted) | by_k & (c1 >= k))
-    good2 = ((by_k == 0) | (c2 >= k)) & ((by_p == 0) | (tl.sum(m2, 0) >= wanted) | by_k & (c2 >= k))
-    good3 = ((by_k == 0) | (c3 >= k)) & ((by_p == 0) | (tl.sum(m3, 0) >= wanted) | by_k & (c3 >= k))
-    floor = tl.where(good1, step1, tl.where(good2, step2, step3))
-    held = tl.where(good1, c1, tl.where(good2, c2, c3))
-    source = logits
-    n = V
-    if (good1 | good2 | good3) & (held <= CANDIDATES):
-        source = candidates_ptr + row.to(tl.int64) * CANDIDATES
-        filled = 0
-        for start in range(0, V, CHUNK):
-            x = tl.load(logits + start + i, mask=start + i < V, other=float("-inf"))
-            take = x >= floor
-            flag = take.to(tl.int32)
-            found = tl.sum(flag, 0)
-            if found > 0:
-                tl.store(source + filled + tl.cumsum(flag, 0) - flag, x, mask=take)
-            filled += found
-        n = held
-        tl.debug_barrier()
-
-    # Top-k: the largest cut with at least k values at or above it.
-    cut_k = tl.full([], -2147483648, tl.int64)
-    ties_k = 0x7FFFFFFF
-    ceiling = ordered(best).to(tl.int64) + 1
+    candidates = candidates_ptr + row.to(tl.int64) * CANDIDATES
+    filled = filled_ptr + row
+    cut = tl.full([], -2147483648, tl.int64)
+    ties = tl.full([], 0x7FFFFFFF, tl.int64)
+    held = tl.full([], 0, tl.int64) + V
     if by_k:
-        low = tl.full([], -2147483648, tl.int64)
-        high = ceiling
-        while high - low > 1:
-            q1 = low + (high - low) // 4
-            q2 = low + (high - low) // 2
-            q3 = low + (high - low) * 3 // 4
-            a1 = tl.zeros([CHUNK], tl.int32)
-            a2 = tl.zeros([CHUNK], tl.int32)
-            a3 = tl.zeros([CHUNK], tl.int32)
-            for start in range(0, n, CHUNK):
-                x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
-                key = tl.where(start + i < n, ordered(x), -2147483648).to(tl.int64)
-                a1 += (key >= q1).to(tl.int32)
-                a2 += (key >= q2).to(tl.int32)
-                a3 += (key >= q3).to(tl.int32)
-            b1 = tl.sum(a1, 0) >= k
-            b2 = tl.sum(a2, 0) >= k
-            b3 = tl.sum(a3, 0) >= k
-            # q1 <= q2 <= q3, so b1 >= b2 >= b3.
-            new_low = tl.where(b3, q3, tl.where(b2, q2, tl.where(b1, q1, low)))
-            new_high = tl.where(b3, high, tl.where(b2, q3, tl.where(b1, q2, q1)))
-            # Where the quarters fall together, the halves still shrink the range.
-            low = new_low
-            high = tl.maximum(new_high, new_low + 1)
-        cut_k = low
-        above = tl.zeros([CHUNK], tl.int32)
-        for start in range(0, n, CHUNK):
-            x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
-            above += ((ordered(x).to(tl.int64) > cut_k) & (start + i < n)).to(tl.int32)
-        ties_k = k - tl.sum(above, 0)
-
-    cut = cut_k
-    ties = ties_k
+        cut, above, held = _largest_cut(
+            logits, candidates, filled, V, cut, held, k.to(tl.int64), best, inverse, False, CHUNK, CANDIDATES
+        )
+        ties = k.to(tl.int64) - above
     if by_p:
-        # Mass that top-k keeps, then the largest cut that still holds p of it.
-        strict = tl.zeros([CHUNK], tl.int64)
-        equal = tl.zeros([CHUNK], tl.int64)
-        for start in range(0, n, CHUNK):
-            x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
-            key = ordered(x).to(tl.int64)
-            mass = _rough_mass(x, best, inverse)
-            strict += tl.where((key > cut_k) & (start + i < n), mass, 0)
-            equal = tl.maximum(equal, tl.where((key == cut_k) & (start + i < n), mass, 0))
+        # The mass that top-k keeps, then the largest cut that still holds p of it.
+        one = tl.full([8], 0, tl.int64) + cut + 1
+        _, strict = _amounts(logits, V, one, best, inverse, True, CHUNK)
+        whole = tl.max(strict, 0)
         if by_k:
-            total = tl.sum(strict, 0) + ties_k * tl.max(equal, 0)
-        wanted = tl.maximum((p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-        low = cut_k
-        high = ceiling
-        while high - low > 1:
-            q1 = low + (high - low) // 4
-            q2 = low + (high - low) // 2
-            q3 = low + (high - low) * 3 // 4
-            s1 = tl.zeros([CHUNK], tl.int64)
-            s2 = tl.zeros([CHUNK], tl.int64)
-            s3 = tl.zeros([CHUNK], tl.int64)
-            for start in range(0, n, CHUNK):
-                x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
-                key = tl.where(start + i < n, ordered(x), -2147483648).to(tl.int64)
-                mass = _rough_mass(x, best, inverse)
-                s1 += tl.where(key >= q1, mass, 0)
-                s2 += tl.where(key >= q2, mass, 0)
-                s3 += tl.where(key >= q3, mass, 0)
-            b1 = tl.sum(s1, 0) >= wanted
-            b2 = tl.sum(s2, 0) >= wanted
-            b3 = tl.sum(s3, 0) >= wanted
-            new_low = tl.where(b3, q3, tl.where(b2, q2, tl.where(b1, q1, low)))
-            new_high = tl.where(b3, high, tl.where(b2, q3, tl.where(b1, q2, q1)))
-            low = new_low
-            high = tl.maximum(new_high, new_low + 1)
-        strict = tl.zeros([CHUNK], tl.int64)
-        equal = tl.zeros([CHUNK], tl.int64)
-        for start in range(0, n, CHUNK):
-            x = tl.load(source + start + i, mask=start + i < n, other=float("-inf"))
-            key = ordered(x).to(tl.int64)
-            mass = _rough_mass(x, best, inverse)
-            strict += tl.where((key > low) & (start + i < n), mass, 0)
-            equal = tl.maximum(equal, tl.where((key == low) & (start + i < n), mass, 0))
-        each = tl.maximum(tl.max(equal, 0), 1)
-        needed = (wanted - tl.sum(strict, 0) + each - 1) // each
-        needed = tl.minimum(tl.maximum(needed, 1), 0x7FFFFFFF).to(tl.int32)
+            whole += ties * _rough_mass(_value(cut), best, inverse)
+        wanted = tl.maximum((p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64), 1)
+        cut_p, above_p, _ = _largest_cut(logits, candidates, filled, V, cut, held, wanted, best, inverse, True, CHUNK, CANDIDATES)
+        each = tl.maximum(_rough_mass(_value(cut_p), best, inverse), 1)
+        needed = tl.maximum((wanted - above_p + each - 1) // each, 1)
         # The same cut as top-k's: the fewer of its equals count.
-        ties = tl.where(low == cut_k, tl.minimum(needed, ties_k), needed)
-        cut = low
+        ties = tl.where(cut_p == cut, tl.minimum(needed, ties), needed)
+        cut = cut_p
     tl.store(cut_ptr + row, cut.to(tl.int32))
-    tl.store(ties_ptr + row, ties)
+    tl.store(ties_ptr + row, tl.minimum(ties, 0x7FFFFFFF).to(tl.int32))
+
+
+@triton.jit
+def _value(key):
+    """The float32 whose `ordered` is key (an int64); the key of no value gives -inf."""
+    bits = key.to(tl.int32)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(bits == -2147483648, float("-inf"), value)
 
 
 @triton.jit
@@ -346,10 +330,7 @@ def _draw_kernel(
     b = tl.arange(0, BLOCKS_P2)
     masses = tl.load(mass_ptr + row * BLOCKS + b, mask=b < BLOCKS, other=0, cache_modifier=".cg")
     tied = tl.load(tied_ptr + row * BLOCKS + b, mask=b < BLOCKS, other=0, cache_modifier=".cg")
-    bits = (tl.full([1], 0, tl.int32) + cut).to(tl.int32)
-    cut_value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    cut_value = tl.where(bits == -2147483648, float("-inf"), cut_value)  # no cut: those bits are a NaN's
-    each = tl.max(_mass(cut_value.to(tl.float64), best, temperature), 0)
+    each = tl.max(_mass(_value(tl.full([1], 0, tl.int64) + cut).to(tl.float64), best, temperature), 0)
     each = tl.where(each >= least, each, 0)
     tied_before = tl.cumsum(tied, 0) - tied
     masses += tl.maximum(tl.minimum(ties - tied_before, tied), 0).to(tl.int64) * each
@@ -392,6 +373,7 @@ class SampleWorkspace:
     mass: Tensor
     arrived: Tensor
     candidates: Tensor
+    filled: Tensor
     counts: Tensor | None
 
     @staticmethod
@@ -411,6 +393,7 @@ class SampleWorkspace:
             mass=make(rows, blocks, dtype=torch.int64),
             arrived=make(rows, dtype=torch.int32),
             candidates=make(rows, CANDIDATES, dtype=torch.float32),
+            filled=make(rows, dtype=torch.int32),
             counts=make(rows, vocabulary, dtype=torch.int32) if penalties else None,
         )
 
@@ -489,8 +472,8 @@ def sample(
         return
     if filtered:
         _threshold_kernel[(rows,)](
-            logits, c.temperature, c.top_k, c.top_p, w.row_max, w.cut, w.ties, w.candidates, live, vocabulary,
-            CHUNK=min(CANDIDATES, pow2(vocabulary)), CANDIDATES=CANDIDATES, **counted, **launch_options(pdl=pdl, warps=16),
+            logits, c.temperature, c.top_k, c.top_p, w.row_max, w.cut, w.ties, w.candidates, w.filled, live, vocabulary,
+            CHUNK=1024, CANDIDATES=CANDIDATES, **counted, **launch_options(pdl=pdl, warps=16),
         )  # fmt: skip
     _draw_kernel[(blocks, rows)](
         logits, c.temperature, c.min_p, c.seed, c.position, w.row_max, w.cut, w.ties, w.mass, w.best_id, w.arrived, out, live, vocabulary,

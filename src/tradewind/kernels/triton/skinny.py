@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tradewind.kernels.triton.elementwise import activated
 from tradewind.kernels.triton.launch import (
+    FP8,
     launch_options,
     let_next_start,
     prefetch_lines,
@@ -160,9 +161,9 @@ def _gemv_kernel(
 
 @triton.jit
 def _tile_kernel(
-    x_ptr, w_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N,
+    x_ptr, w_ptr, x_scale_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, LINES: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    X_SCALED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
     LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not LATE:
@@ -193,6 +194,8 @@ def _tile_kernel(
     for start in range(begin, end, BK):
         w = tl.load(row + (start + column)[None, :], eviction_policy="evict_first")
         x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
+        if DOT == tl.float16 and x.dtype != tl.float16:
+            x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
         acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
 
     if SPLIT > 1:  # part: [tiles, SPLIT, BN, BM]
@@ -208,6 +211,8 @@ def _tile_kernel(
         for other in tl.static_range(SPLIT):
             acc += tl.load(base + other * (BN * BM) + inner, cache_modifier=".cg")
 
+    if X_SCALED:
+        acc *= tl.load(x_scale_ptr + m, mask=live_m, other=0.0)[None, :]
     if SCALED:
         acc *= tl.load(scale_ptr + line)[:, None]
     if BIAS:
@@ -229,6 +234,7 @@ def skinny_linear(
     *,
     out: Tensor,
     scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -246,7 +252,8 @@ def skinny_linear(
     x [M, K] bf16 or float32; weight [N, K] bf16 or e4m3 with `scale` float32 [N] (weight = scale * stored), or [2N, K] when gated: gate's
     rows, then up's; then out = activation(gate) * up. bias [N] ([2N] when gated). residual [M, N] is added last and may be `out`. Sums in
     float32. norm [K] (GEMV only): x is divided by its rms and multiplied by norm first.
-    config: a GemvConfig (M = 1) or a TileConfig (M <= bm; x is rounded to bf16). A TileConfig with split > 1 needs `workspace` (float32,
+    config: a GemvConfig (M = 1) or a TileConfig (M <= bm). Tiles multiply in bf16; FP8 weights in fp16 (exact for them; x saturates at 65504),
+    or in FP8 when x is e4m3 with `x_scale` float32 [M]. A TileConfig with split > 1 needs `workspace` (float32,
     `workspace_floats`) and `arrived` (int32, one zero per tile; left zero).
     late: with pdl, the next kernel starts only when every program of this one has seen the end of its predecessor; what earlier kernels
     wrote may then be read by the next kernel before its own wait.
@@ -279,10 +286,12 @@ def skinny_linear(
         assert workspace is not None and workspace.numel() >= need, f"split needs {need} floats of workspace"
         assert arrived is not None, "split needs arrival counters"
     outputs = config.bn // 2 if gated else config.bn
+    dot = tl.bfloat16 if weight.dtype != FP8 else (tl.float8e4nv if x.dtype == FP8 else tl.float16)
+    assert (x_scale is None) == (x.dtype != FP8), "an FP8 input has a scale, others have none"
     _tile_kernel[(triton.cdiv(features, outputs), config.split)](
-        x, weight, scale if scale is not None else x, *extra, out, workspace if workspace is not None else x,
+        x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x, *extra, out, workspace if workspace is not None else x,
         arrived if arrived is not None else x, rows, features,
-        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=tl.bfloat16, LINES=config.lines,
+        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=dot, LINES=config.lines, X_SCALED=x_scale is not None,
         **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 

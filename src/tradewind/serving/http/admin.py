@@ -29,7 +29,9 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
 
     kind = TokenizeRequest
 
-    async def answer(self, body: TokenizeRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+    async def answer(
+        self, body: TokenizeRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream
+    ) -> None:
         front = self.front
         check_model(front, body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -40,7 +42,12 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
         else:
             wrong = "add_special_tokens" if body.add_special_tokens is not None else None
         if wrong is not None:
-            raise ApiError(400, f"{wrong} does not go with {'prompt' if body.messages is None else 'messages'}", param=wrong, code="invalid_value")
+            raise ApiError(
+                400,
+                f"{wrong} does not go with {'prompt' if body.messages is None else 'messages'}",
+                param=wrong,
+                code="invalid_value",
+            )
 
         def work() -> list[int]:
             if body.prompt is not None:
@@ -62,7 +69,9 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
 
         tokens = await self.desk.off_loop(work, characters=characters_of(body.messages or ()) + len(body.prompt or ""))
         texts = [front.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        await self.json(scope, send, Tokenized(count=len(tokens), max_model_len=front.max_context, tokens=tokens, token_strs=texts))
+        await self.json(
+            scope, send, Tokenized(count=len(tokens), max_model_len=front.max_context, tokens=tokens, token_strs=texts)
+        )
 
 
 class DetokenizeEndpoint(Endpoint[DetokenizeRequest]):
@@ -70,13 +79,20 @@ class DetokenizeEndpoint(Endpoint[DetokenizeRequest]):
 
     kind = DetokenizeRequest
 
-    async def answer(self, body: DetokenizeRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+    async def answer(
+        self, body: DetokenizeRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream
+    ) -> None:
         front = self.front
         check_model(front, body.model)
         size = front.intake.limits.vocab_size
         wrong = next((place for place, token in enumerate(body.tokens) if token >= size), None)
         if wrong is not None:
-            raise ApiError(400, f"tokens[{wrong}] is {body.tokens[wrong]}; token ids are 0 to {size - 1}", param=f"tokens[{wrong}]", code="invalid_value")
+            raise ApiError(
+                400,
+                f"tokens[{wrong}] is {body.tokens[wrong]}; token ids are 0 to {size - 1}",
+                param=f"tokens[{wrong}]",
+                code="invalid_value",
+            )
 
         def work() -> str:
             return front.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
@@ -130,7 +146,9 @@ class ModelPage(Page):
 
 def _model(front: Front, name: str) -> ModelRecord:
     parent = None if name == front.model else front.model
-    return ModelRecord(id=name, created=front.created_s, max_model_len=front.max_context, root=front.model, parent=parent)
+    return ModelRecord(
+        id=name, created=front.created_s, max_model_len=front.max_context, root=front.model, parent=parent
+    )
 
 
 class HealthPage(Page):
@@ -148,7 +166,10 @@ class HealthPage(Page):
             status, error = "closing", "the server is shutting down"
         elif (stats.running or stats.waiting) and still_s > front.options.health_timeout_s:
             status = "stalled"
-            error = f"no step has ended for {still_s:.1f} s with {stats.running} running and {stats.waiting} waiting; the limit is {front.options.health_timeout_s:g} s"
+            error = (
+                f"no step has ended for {still_s:.1f} s with {stats.running} running and {stats.waiting} waiting;"
+                f" the limit is {front.options.health_timeout_s:g} s"
+            )
         report = {
             "status": status, "running": stats.running, "waiting": stats.waiting, "since_progress_s": round(still_s, 3),
             "steps": stats.steps, "pages_used": stats.pages_used, "pages_total": stats.pages_total, "error": error,

@@ -165,7 +165,7 @@ class TextAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[TextChoice]
     object: Literal["text_completion"] = "text_completion"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
     timing: Timing | UnsetType = UNSET
 

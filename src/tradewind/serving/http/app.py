@@ -5,7 +5,7 @@ Knows: paths and methods. Refuses to know: how a server is run (uvicorn, signals
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -14,8 +14,19 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from tradewind.serving.http.admin import DocsPage, HealthPage, MetricsPage, ModelPage, ModelsPage, SchemaPage, AbortEndpoint, DetokenizeEndpoint, TokenizeEndpoint
+from tradewind.serving.http.admin import (
+    AbortEndpoint,
+    DetokenizeEndpoint,
+    DocsPage,
+    HealthPage,
+    MetricsPage,
+    ModelPage,
+    ModelsPage,
+    SchemaPage,
+    TokenizeEndpoint,
+)
 from tradewind.serving.http.chat import ChatEndpoint
 from tradewind.serving.http.completions import CompletionsEndpoint
 from tradewind.serving.http.desk import Desk
@@ -29,7 +40,7 @@ from tradewind.serving.http.responses import ResponsesEndpoint
 def make_app(front: Front) -> Starlette:
     """The ASGI application. Its `state.desk` counts what is open and is told when the server drains (`desk.closing = True`)."""
     desk = Desk(front)
-    posts = {
+    posts: dict[str, Callable[[Front, Desk], ASGIApp]] = {
         "/v1/chat/completions": ChatEndpoint,
         "/v1/completions": CompletionsEndpoint,
         "/v1/responses": ResponsesEndpoint,
@@ -38,7 +49,7 @@ def make_app(front: Front) -> Starlette:
         "/detokenize": DetokenizeEndpoint,
         "/abort": AbortEndpoint,
     }
-    gets = {
+    gets: dict[str, Callable[[Front, Desk], ASGIApp]] = {
         "/v1/models": ModelsPage,
         "/v1/models/{model:path}": ModelPage,
         "/health": HealthPage,
@@ -75,7 +86,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         refusal = ApiError(404, f"there is nothing at {path}; /docs lists what is here", code="not_found")
     elif error.status_code == 405:
-        refusal = ApiError(405, f"{path} does not take {method}", code="method_not_allowed", headers=dict(error.headers or {}))
+        refusal = ApiError(
+            405, f"{path} does not take {method}", code="method_not_allowed", headers=dict(error.headers or {})
+        )
     else:
         refusal = ApiError(error.status_code, str(error.detail))
     return _response(request, refusal)
@@ -87,4 +100,6 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 def _response(request: Request, error: ApiError) -> Response:
     headers = {name.decode(): value.decode("latin-1") for name, value in caller_of(request.scope).headers}
-    return Response(error.body(), status_code=error.status, media_type="application/json", headers={**headers, **error.headers})
+    return Response(
+        error.body(), status_code=error.status, media_type="application/json", headers={**headers, **error.headers}
+    )

@@ -30,7 +30,12 @@ def check_model(front: Front, model: str | None) -> str:
     if model in front.names:
         return model
     shown = model if len(model) <= 100 else model[:97] + "..."
-    raise ApiError(404, f"the model {shown!r} is not served here; served: {', '.join(front.names)}", param="model", code="model_not_found")
+    raise ApiError(
+        404,
+        f"the model {shown!r} is not served here; served: {', '.join(front.names)}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def sampling_of(
@@ -48,7 +53,10 @@ def sampling_of(
     for key, value in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
             raise ApiError(
-                400, f"logit_bias names {key[:40]!r}; its keys must be token ids from 0 to {vocab_size - 1}", param="logit_bias", code="invalid_value"
+                400,
+                f"logit_bias names {key[:40]!r}; its keys must be token ids from 0 to {vocab_size - 1}",
+                param="logit_bias",
+                code="invalid_value",
             )
         bias[int(key)] = value
     words: list[tuple[int, ...]] = []
@@ -85,7 +93,9 @@ def sampling_of(
     )
     for name, token in (("stop_token_ids", token) for token in params.stop_token_ids):
         if token >= vocab_size:
-            raise ApiError(400, f"{name} has {token}; token ids are 0 to {vocab_size - 1}", param=name, code="invalid_value")
+            raise ApiError(
+                400, f"{name} has {token}; token ids are 0 to {vocab_size - 1}", param=name, code="invalid_value"
+            )
     return params
 
 
@@ -103,10 +113,15 @@ def make_requests(
     """Engine requests for all prompts, samples of one prompt side by side. Raises ApiError naming the field and the numbers."""
     now = time.monotonic()
     options = front.options
+    if body.priority and not front.honours_priority:
+        raise ApiError(
+            400, "priority is not honoured here: this server answers in the order of arrival; leave it out or use the policy 'priority'",
+            param="priority", code="unsupported_parameter",
+        )  # fmt: skip
     count = len(prompts) * sampling.n
     if count > options.max_sequences:
         raise ApiError(
-            400, f"{len(prompts)} prompts with n={sampling.n} are {count} sequences; at most {options.max_sequences} are allowed in one request",
+            400, f"{len(prompts)} prompts with n={sampling.n} are {count} sequences; one request may have {options.max_sequences}",
             param="n" if len(prompts) == 1 else prompt_field, code="invalid_value",
         )  # fmt: skip
     salt = body.cache_salt or ""
@@ -157,7 +172,11 @@ def conversation(front: Front, messages: Sequence[ChatMessage]) -> list[dict[str
         if message.role == "developer" and not knows_developer:
             one["role"] = "system"
         content = message.content
-        one["content"] = content if content is None or isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+        one["content"] = (
+            content
+            if content is None or isinstance(content, str)
+            else [{"type": "text", "text": part.text} for part in content]
+        )
         for name in ("name", "tool_call_id", "reasoning_content"):
             value = getattr(message, name)
             if value is not None:
@@ -199,18 +218,30 @@ def render_chat(
         raise ApiError(400, str(template), param=field, code="no_chat_template")
     for name in template_kwargs or ():
         if name in RESERVED:
-            raise ApiError(400, f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs", code="invalid_value")
+            raise ApiError(
+                400, f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs", code="invalid_value"
+            )
     goes_on = bool(continue_final_message)
     if goes_on and add_generation_prompt:
         raise ApiError(
-            400, "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message", code="invalid_value"
+            400,
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+            code="invalid_value",
         )
-    if goes_on and (messages[-1].role != "assistant" or not isinstance(messages[-1].content, str) or not messages[-1].content):
+    if goes_on and (
+        messages[-1].role != "assistant" or not isinstance(messages[-1].content, str) or not messages[-1].content
+    ):
         raise ApiError(
-            400, "continue_final_message needs a last message of the assistant with text", param="continue_final_message", code="invalid_value"
+            400,
+            "continue_final_message needs a last message of the assistant with text",
+            param="continue_final_message",
+            code="invalid_value",
         )
     if tools and "tools" not in template.source:
-        raise ApiError(400, "this model's chat template does not know tools", param="tools", code="unsupported_parameter")
+        raise ApiError(
+            400, "this model's chat template does not know tools", param="tools", code="unsupported_parameter"
+        )
     try:
         rendered = template.render(
             conversation(front, messages),
@@ -236,7 +267,7 @@ def check_format(shape: ResponseFormat | None, *, field: str = "response_format"
     """Raises ApiError for every form of answer but text."""
     if shape is not None and shape.type != "text":
         raise ApiError(
-            400, f"{field} {shape.type!r} is not supported yet: it needs guided decoding, which comes with a later version; use 'text'",
+            400, f"{field} {shape.type!r} is not supported yet: it needs guided decoding, which comes later; use 'text'",
             param=field, code="unsupported_parameter",
         )  # fmt: skip
 
@@ -252,3 +283,14 @@ def characters_of(messages: Sequence[ChatMessage]) -> int:
             total += sum(len(part.text) for part in content)
         total += 32
     return total
+
+
+def check_effort(front: Front, field: str) -> None:
+    """Raises ApiError when the model's template does not read a reasoning effort."""
+    if "reasoning_effort" not in getattr(front.template, "source", ""):
+        raise ApiError(
+            400,
+            f"{field} is not supported: this model's chat template does not read it",
+            param=field,
+            code="unsupported_parameter",
+        )

@@ -22,6 +22,7 @@ from tradewind.serving.http.answers import (
 )
 from tradewind.serving.http.asking import (
     characters_of,
+    check_effort,
     check_format,
     check_model,
     make_requests,
@@ -73,7 +74,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 template_kwargs=kwargs,
             )
             sampling = sampling_of(
-                front, body, max_tokens=limit, n=body.n or 1, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+                front,
+                body,
+                max_tokens=limit,
+                n=body.n or 1,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             )
             requests = make_requests(
                 front, caller, body, [front.tokenizer.encode_chat(rendered)], sampling,
@@ -91,37 +96,38 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             ]
             return voices, bool(body.logprobs)
 
-        voices, with_logprobs = await self.desk.off_loop(prepare, characters=characters_of(body.messages))
-        options = body.stream_options
-        chunks = ChatChunks(
-            front,
-            id=answer_id,
-            model=model,
-            top=body.top_logprobs or 0 if with_logprobs else None,
-            usage_asked=bool(options and options.include_usage),
-            usage_always=bool(options and options.continuous_usage_stats),
-            token_ids=bool(body.return_token_ids),
-        )
-        async with Flight(
-            front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
-            endpoint="/v1/chat/completions", tenant=caller.tenant, stream=bool(body.stream),
-        ) as flight:  # fmt: skip
-            if body.stream:
+        with self.desk.place(body.n or 1):
+            voices, with_logprobs = await self.desk.off_loop(prepare, characters=characters_of(body.messages))
+            options = body.stream_options
+            chunks = ChatChunks(
+                front,
+                id=answer_id,
+                model=model,
+                top=body.top_logprobs or 0 if with_logprobs else None,
+                usage_asked=bool(options and options.include_usage),
+                usage_always=bool(options and options.continuous_usage_stats),
+                token_ids=bool(body.return_token_ids),
+            )
+            async with Flight(
+                front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
+                endpoint="/v1/chat/completions", tenant=caller.tenant, stream=bool(body.stream),
+            ) as flight:  # fmt: skip
+                if body.stream:
+                    async with aclosing(flight.parts()) as turns:
+                        async for parts in turns:
+                            await stream.write(chunks.encode(flight, parts))
+                    if not flight.open.left:
+                        await stream.end(chunks.last(flight, timing=bool(body.timing)))
+                    return
+                wholes = [Whole(voice) for voice in voices]
                 async with aclosing(flight.parts()) as turns:
                     async for parts in turns:
-                        await stream.write(chunks.encode(flight, parts))
+                        for voice, said in parts:
+                            if said.finish is not None and (failed := flight.failure(said)) is not None:
+                                raise failed
+                            wholes[voice.index].add(said)
                 if not flight.open.left:
-                    await stream.end(chunks.last(flight, timing=bool(body.timing)))
-                return
-            wholes = [Whole(voice) for voice in voices]
-            async with aclosing(flight.parts()) as turns:
-                async for parts in turns:
-                    for voice, said in parts:
-                        if said.finish is not None and (failed := flight.failure(said)) is not None:
-                            raise failed
-                        wholes[voice.index].add(said)
-            if not flight.open.left:
-                await self.json(scope, send, chunks.whole(flight, wholes, timing=bool(body.timing)))
+                    await self.json(scope, send, chunks.whole(flight, wholes, timing=bool(body.timing)))
 
 
 def output_limit(max_tokens: int | None, max_completion_tokens: int | None) -> tuple[str, int | None]:
@@ -134,12 +140,6 @@ def output_limit(max_tokens: int | None, max_completion_tokens: int | None) -> t
             param="max_completion_tokens", code="invalid_value",
         )  # fmt: skip
     return "max_completion_tokens", max_completion_tokens
-
-
-def check_effort(front: Front, field: str) -> None:
-    """Raises ApiError when the model's template does not read a reasoning effort."""
-    if "reasoning_effort" not in getattr(front.template, "source", ""):
-        raise ApiError(400, f"{field} is not supported: this model's chat template does not read it", param=field, code="unsupported_parameter")
 
 
 class ChatChunks:
@@ -161,7 +161,13 @@ class ChatChunks:
         self._created = int(time.time())
         self._top, self._token_ids = top, token_ids
         self._usage_asked, self._usage_always = usage_asked, usage_always
-        head = {"id": id, "object": "chat.completion.chunk", "created": self._created, "model": model, "system_fingerprint": None}
+        head = {
+            "id": id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": model,
+            "system_fingerprint": None,
+        }
         self._head = b"data: " + json_bytes(head)[:-1] + b',"choices":['
         self._begin: dict[int, bytes] = {}
         self._content: dict[int, bytes] = {}
@@ -199,7 +205,13 @@ class ChatChunks:
         extra = b""
         if self._token_ids:
             extra = b',"prompt_token_ids":' + json_bytes(voice.request.tokens)
-        out += (begin, b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null', extra, b"}]", self._usage(flight))
+        out += (
+            begin,
+            b'"role":"assistant","content":""},"logprobs":null,"finish_reason":null',
+            extra,
+            b"}]",
+            self._usage(flight),
+        )
         return content
 
     def _rich(self, flight: Flight, voice: Voice, said: Said, out: list[bytes]) -> None:
@@ -212,7 +224,9 @@ class ChatChunks:
             logprobs, ids = b"null", b""
             if place == 0:
                 if self._top is not None and said.logprobs:
-                    logprobs = json_bytes(ChoiceLogprobs(content=chat_logprobs(self._front.tokenizer, said.logprobs, top=self._top)))
+                    logprobs = json_bytes(
+                        ChoiceLogprobs(content=chat_logprobs(self._front.tokenizer, said.logprobs, top=self._top))
+                    )
                 if self._token_ids:
                     ids = b',"token_ids":' + json_bytes(said.tokens)
             out += (
@@ -265,14 +279,19 @@ class ChatChunks:
         if said.reasoning is not None:
             message = msgspec.structs.replace(message, reasoning_content=said.reasoning)
         if said.calls:
-            made = [MadeCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments)) for call in said.calls]
+            made = [
+                MadeCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+                for call in said.calls
+            ]
             message = msgspec.structs.replace(message, tool_calls=made)
         logprobs = None
         if self._top is not None:
             logprobs = ChoiceLogprobs(content=chat_logprobs(self._front.tokenizer, whole.logprobs, top=self._top))
         finish = whole.voice.finish
         assert finish is not None
-        choice = ChatChoice(index=whole.voice.index, message=message, logprobs=logprobs, finish_reason=finish, stop_reason=whole.stop)
+        choice = ChatChoice(
+            index=whole.voice.index, message=message, logprobs=logprobs, finish_reason=finish, stop_reason=whole.stop
+        )
         return msgspec.structs.replace(choice, token_ids=whole.tokens) if self._token_ids else choice
 
 
@@ -284,7 +303,12 @@ def _delta(piece: object) -> bytes | None:
         case Reasoning():
             return b'"reasoning_content":' + json_bytes(piece.text)
         case ToolCallBegin():
-            call = {"index": piece.index, "id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+            call = {
+                "index": piece.index,
+                "id": piece.id,
+                "type": "function",
+                "function": {"name": piece.name, "arguments": ""},
+            }
             return b'"tool_calls":[' + json_bytes(call) + b"]"
         case ToolArguments():
             return b'"tool_calls":[{"index":%d,"function":{"arguments":' % piece.index + json_bytes(piece.text) + b"}}]"

@@ -1,6 +1,7 @@
 """POST /v1/completions: text or token ids to be continued, one prompt or many.
 
-Knows: the shapes of completion answers, echo, prompts as ids. Refuses to know: sampling (asking.py), text (pipeline.py), the engine (flight.py).
+Knows: the shapes of completion answers, echo, prompts as ids. Refuses to know: sampling (asking.py), text (pipeline.py), the engine
+(flight.py).
 """
 
 from __future__ import annotations
@@ -35,21 +36,25 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
     kind = CompletionRequest
 
-    async def answer(self, body: CompletionRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+    async def answer(
+        self, body: CompletionRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream
+    ) -> None:
         front, caller = self.front, caller_of(scope)
         model = check_model(front, body.model)
         check_format(body.response_format)
         n = body.n or 1
         if body.best_of is not None and body.best_of != n:
             raise ApiError(
-                400, f"best_of is {body.best_of}, which is not supported: only the n answers themselves are made; leave it out or set it to n",
+                400, f"best_of is {body.best_of}, which is not supported: only n answers are made; leave it out or set it to n",
                 param="best_of", code="unsupported_parameter",
             )  # fmt: skip
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options", code="invalid_value")
         mute = body.max_tokens == 0
         if mute and not body.echo:
-            raise ApiError(400, "max_tokens is 0; without echo it must be at least 1", param="max_tokens", code="invalid_value")
+            raise ApiError(
+                400, "max_tokens is 0; without echo it must be at least 1", param="max_tokens", code="invalid_value"
+            )
         prompts = prompts_of(body.prompt, field="prompt")
         answer_id = "cmpl-" + secrets.token_hex(12)
         special = True if body.skip_special_tokens is None else body.skip_special_tokens
@@ -66,44 +71,47 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
             )
             if body.max_tokens is None:  # the default gives way to the context limit
                 room = front.max_context - max(map(len, ids))
-                sampling = msgspec.structs.replace(sampling, max_tokens=max(1, min(DEFAULT_TOKENS, room), sampling.min_tokens))
+                sampling = msgspec.structs.replace(
+                    sampling, max_tokens=max(1, min(DEFAULT_TOKENS, room), sampling.min_tokens)
+                )
             requests = make_requests(front, caller, body, ids, sampling, id=answer_id, prompt_field="prompt")
             return [
                 Voice(request, front.tokenizer, index=index, prompt=index // n, skip_special=special, mute=mute)
                 for index, request in enumerate(requests)
             ]
 
-        characters = sum(len(prompt) * (1 if isinstance(prompt, str) else 4) for prompt in prompts)
-        voices = await self.desk.off_loop(prepare, characters=characters)
-        options = body.stream_options
-        chunks = TextChunks(
-            front,
-            body,
-            id=answer_id,
-            model=model,
-            usage_asked=bool(options and options.include_usage),
-            usage_always=bool(options and options.continuous_usage_stats),
-        )
-        async with Flight(
-            front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
-            endpoint="/v1/completions", tenant=caller.tenant, stream=bool(body.stream),
-        ) as flight:  # fmt: skip
-            if body.stream:
+        with self.desk.place(len(prompts) * n):
+            characters = sum(len(prompt) * (1 if isinstance(prompt, str) else 4) for prompt in prompts)
+            voices = await self.desk.off_loop(prepare, characters=characters)
+            options = body.stream_options
+            chunks = TextChunks(
+                front,
+                body,
+                id=answer_id,
+                model=model,
+                usage_asked=bool(options and options.include_usage),
+                usage_always=bool(options and options.continuous_usage_stats),
+            )
+            async with Flight(
+                front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
+                endpoint="/v1/completions", tenant=caller.tenant, stream=bool(body.stream),
+            ) as flight:  # fmt: skip
+                if body.stream:
+                    async with aclosing(flight.parts()) as turns:
+                        async for parts in turns:
+                            await stream.write(chunks.encode(flight, parts))
+                    if not flight.open.left:
+                        await stream.end(chunks.last(flight, timing=bool(body.timing)))
+                    return
+                wholes = [Whole(voice) for voice in voices]
                 async with aclosing(flight.parts()) as turns:
                     async for parts in turns:
-                        await stream.write(chunks.encode(flight, parts))
+                        for voice, said in parts:
+                            if said.finish is not None and (failed := flight.failure(said)) is not None:
+                                raise failed
+                            wholes[voice.index].add(said)
                 if not flight.open.left:
-                    await stream.end(chunks.last(flight, timing=bool(body.timing)))
-                return
-            wholes = [Whole(voice) for voice in voices]
-            async with aclosing(flight.parts()) as turns:
-                async for parts in turns:
-                    for voice, said in parts:
-                        if said.finish is not None and (failed := flight.failure(said)) is not None:
-                            raise failed
-                        wholes[voice.index].add(said)
-            if not flight.open.left:
-                await self.json(scope, send, chunks.whole(flight, wholes, timing=bool(body.timing)))
+                    await self.json(scope, send, chunks.whole(flight, wholes, timing=bool(body.timing)))
 
 
 def prompts_of(prompt: str | list[str | int | list[int]], *, field: str) -> list[str | list[int]]:
@@ -147,7 +155,13 @@ class TextChunks:
         self._echo, self._logprobs, self._token_ids = bool(body.echo), body.logprobs, bool(body.return_token_ids)
         self._skip_special = True if body.skip_special_tokens is None else body.skip_special_tokens
         self._usage_asked, self._usage_always = usage_asked, usage_always
-        head = {"id": id, "object": "text_completion", "created": self._created, "model": model, "system_fingerprint": None}
+        head = {
+            "id": id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": model,
+            "system_fingerprint": None,
+        }
         self._head = b"data: " + json_bytes(head)[:-1] + b',"choices":['
         self._tail = b',"usage":null}\n\n' if usage_asked and not usage_always else b"}\n\n"
         self._close = b',"logprobs":null,"finish_reason":null}]' + self._tail
@@ -171,11 +185,17 @@ class TextChunks:
                     assert type(piece) is Content
                     out += (begin, json_bytes(piece.text), self._close)
             elif said.pieces or said.tokens:
-                out += (begin, json_bytes(_text(said)), *self._extras(voice, said), b',"finish_reason":null}]', self._usage(flight))
+                out += (
+                    begin,
+                    json_bytes(_text(said)),
+                    *self._extras(voice, said),
+                    b',"finish_reason":null}]',
+                    self._usage(flight),
+                )
             if said.finish is not None:
                 out += (
-                    begin, b'"","logprobs":null,"finish_reason":', json_bytes(said.finish), b',"stop_reason":', json_bytes(said.stop), b"}]",
-                    self._usage(flight),
+                    begin, b'"","logprobs":null,"finish_reason":', json_bytes(said.finish),
+                    b',"stop_reason":', json_bytes(said.stop), b"}]", self._usage(flight),
                 )  # fmt: skip
         return b"".join(out)
 
@@ -186,7 +206,9 @@ class TextChunks:
             logprobs = json_bytes(self._prompt_columns(voice))
         ids = b',"prompt_token_ids":' + json_bytes(voice.request.tokens) if self._token_ids else b""
         text = json_bytes(self._prompt_text(voice) if self._echo else "")
-        return b"".join((begin, text, b',"logprobs":', logprobs, b',"finish_reason":null', ids, b"}]", self._usage(flight)))
+        return b"".join(
+            (begin, text, b',"logprobs":', logprobs, b',"finish_reason":null', ids, b"}]", self._usage(flight))
+        )
 
     def _extras(self, voice: Voice, said: Said) -> tuple[bytes, ...]:
         logprobs = b"null"
@@ -201,7 +223,9 @@ class TextChunks:
     def _columns_of(self, voice: Voice) -> TextColumns:
         columns = self._columns.get(voice.index)
         if columns is None:
-            columns = self._columns[voice.index] = TextColumns(self._front.tokenizer, top=self._logprobs or 0, skip_special=self._skip_special)
+            columns = self._columns[voice.index] = TextColumns(
+                self._front.tokenizer, top=self._logprobs or 0, skip_special=self._skip_special
+            )
         return columns
 
     def _prompt_columns(self, voice: Voice) -> TextLogprobs:
@@ -241,9 +265,13 @@ class TextChunks:
         if self._logprobs is not None:
             parts = [self._prompt_columns(voice)] if self._echo else []
             logprobs = join_columns([*parts, self._columns_of(voice).take(whole.logprobs)])
-        choice = TextChoice(index=voice.index, text=text, logprobs=logprobs, finish_reason=voice.finish, stop_reason=whole.stop)
+        choice = TextChoice(
+            index=voice.index, text=text, logprobs=logprobs, finish_reason=voice.finish, stop_reason=whole.stop
+        )
         if self._token_ids:
-            choice = msgspec.structs.replace(choice, token_ids=whole.tokens, prompt_token_ids=list(voice.request.tokens))
+            choice = msgspec.structs.replace(
+                choice, token_ids=whole.tokens, prompt_token_ids=list(voice.request.tokens)
+            )
         return choice
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from tradewind.serving.http.errors import ApiError
@@ -50,19 +51,36 @@ class Desk:
 
     # -- admission
 
-    def admit(self, sequences: int) -> None:
-        """Counts sequences in. Raises ApiError 429, with Retry-After, when more would wait than may, and 503 when nothing can be served."""
+    @contextmanager
+    def place(self, sequences: int) -> Iterator[None]:
+        """Counts sequences in, from before their prompts are tokenised until they have ended. Raises what `check` raises."""
+        self.check(sequences)
+        self.sequences += sequences
+        try:
+            yield
+        finally:
+            self.sequences -= sequences
+
+    def check(self, sequences: int) -> None:
+        """Raises ApiError 429, with Retry-After, when more would wait than may, and 503 when nothing can be served."""
         front = self._front
         dead = front.client.why_dead
         if dead is not None:
             raise ApiError(503, f"the engine does not work any more: {dead}", code="engine_dead")
         if self.closing:
-            raise ApiError(503, "the server is shutting down and takes no new requests", code="shutting_down", headers={"Retry-After": "5"})
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no new requests",
+                code="shutting_down",
+                headers={"Retry-After": "5"},
+            )
         options = front.options
         room = front.max_running + options.max_queue
         waiting = front.client.stats().waiting
         # Our own count is exact at once; the engine's includes other fronts but is a little late.
-        if (self.sequences and self.sequences + sequences > room) or (waiting and waiting + sequences > options.max_queue):
+        if (self.sequences and self.sequences + sequences > room) or (
+            waiting and waiting + sequences > options.max_queue
+        ):
             self.refused += 1
             raise ApiError(
                 429,
@@ -70,11 +88,6 @@ class Desk:
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after_s())},
             )
-        self.sequences += sequences
-
-    def depart(self, sequences: int) -> None:
-        """Counts sequences out."""
-        self.sequences -= sequences
 
     def retry_after_s(self) -> int:
         """About when a place in the queue is free, in whole seconds from 1 to 60."""

@@ -141,7 +141,9 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes, which is the most that is allowed", code="body_too_large")
+            raise ApiError(
+                413, f"the body has more than {limit} bytes, which is the most that is allowed", code="body_too_large"
+            )
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -20,7 +20,9 @@ class EmbeddingsEndpoint(Endpoint[EmbeddingsRequest]):
 
     kind = EmbeddingsRequest
 
-    async def answer(self, body: EmbeddingsRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
+    async def answer(
+        self, body: EmbeddingsRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream
+    ) -> None:
         check_model(self.front, body.model)
         prompts_of(body.input, field="input")
         raise ApiError(

@@ -19,7 +19,7 @@ from tradewind.serving.http.errors import ApiError, api_error, decode
 from tradewind.serving.http.flight import Flight
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.pipeline import Counts
-from tradewind.serving.http.sse import EventStream, error_event
+from tradewind.serving.http.sse import EventStream
 
 LOG = logging.getLogger("tradewind.http")
 B = TypeVar("B")
@@ -55,13 +55,9 @@ class Endpoint(Generic[B]):
 
     async def _refuse(self, error: ApiError, scope: Scope, send: Send, stream: EventStream) -> None:
         if stream.started:
-            await stream.end(self.stream_error(error))
+            await stream.end(stream.spell_error(error))
         else:
             await refuse(scope, send, error)
-
-    def stream_error(self, error: ApiError) -> bytes:
-        """The last bytes of a stream that could not be finished."""
-        return error_event(error)
 
     async def answer(self, body: B, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
         """Answers. Raises ApiError, or another error of ours, to refuse."""

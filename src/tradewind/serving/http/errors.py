@@ -96,7 +96,9 @@ _SAMPLING_FIELDS = frozenset(
 # -- bodies
 
 
-def decode(body: bytes, kind: type[T], *, decoder: msgspec.json.Decoder[T], ignore_unknown: bool) -> tuple[T, list[str]]:
+def decode(
+    body: bytes, kind: type[T], *, decoder: msgspec.json.Decoder[T], ignore_unknown: bool
+) -> tuple[T, list[str]]:
     """(the request, names of fields that were ignored). Raises ApiError naming what is wrong and where."""
     try:
         return decoder.decode(body), []
@@ -119,7 +121,9 @@ def _malformed(body: bytes, error: Exception) -> ApiError:
     try:
         body.decode()
     except UnicodeDecodeError as bad:
-        return ApiError(400, f"the body is not valid UTF-8: byte {bad.start} is {body[bad.start]:#04x}", code="invalid_utf8")
+        return ApiError(
+            400, f"the body is not valid UTF-8: byte {bad.start} is {body[bad.start]:#04x}", code="invalid_utf8"
+        )
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply", code="invalid_json")
     match = re.search(r"(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$", str(error))
@@ -127,7 +131,11 @@ def _malformed(body: bytes, error: Exception) -> ApiError:
     if match and match[2]:
         return ApiError(400, f"the body is not valid JSON: {what} at byte {match[2]}", code="invalid_json")
     if "truncated" in str(error):
-        return ApiError(400, f"the body is not valid JSON: it ends at byte {len(body)} before the object is complete", code="invalid_json")
+        return ApiError(
+            400,
+            f"the body is not valid JSON: it ends at byte {len(body)} before the object is complete",
+            code="invalid_json",
+        )
     return ApiError(400, f"the body is not valid JSON: {what}", code="invalid_json")
 
 
@@ -141,7 +149,9 @@ def _convert(raw: dict[str, Any], kind: type[T], *, ignore_unknown: bool) -> tup
         except msgspec.ValidationError as error:
             text = str(error)
             path = _path(text)
-            name = re.match(r"Object contains unknown field `(.*)` - at `|Object contains unknown field `(.*)`$", text, re.S)
+            name = re.match(
+                r"Object contains unknown field `(.*)` - at `|Object contains unknown field `(.*)`$", text, re.S
+            )
             if name is None:
                 if unknown and not ignore_unknown:
                     break
@@ -149,10 +159,17 @@ def _convert(raw: dict[str, Any], kind: type[T], *, ignore_unknown: bool) -> tup
             field = name[1] if name[1] is not None else name[2]
             place = _spelled([*path, field])
             if not path and field in NOT_YET:
-                raise ApiError(400, f"{field} is not supported yet: {NOT_YET[field]} comes with a later version", param=field, code="unsupported_parameter") from None
+                raise ApiError(
+                    400,
+                    f"{field} is not supported yet: {NOT_YET[field]} comes with a later version",
+                    param=field,
+                    code="unsupported_parameter",
+                ) from None
             holder = _at(raw, path)
             if not isinstance(holder, dict) or field not in holder:
-                raise ApiError(400, f"the body has an unknown field {place}", param=place, code="unknown_parameter") from None
+                raise ApiError(
+                    400, f"the body has an unknown field {place}", param=place, code="unknown_parameter"
+                ) from None
             del holder[field]
             unknown.append(place)
             known = _fields_at(kind, path)
@@ -167,7 +184,10 @@ def _convert(raw: dict[str, Any], kind: type[T], *, ignore_unknown: bool) -> tup
     listed = ", ".join(_short(hint, 100) for hint in hints)
     many = "fields that are" if len(hints) > 1 else "a field that is"
     raise ApiError(
-        400, f"the request has {many} not known or not supported here: {listed}", param=unknown[0], code="unknown_parameter"
+        400,
+        f"the request has {many} not known or not supported here: {listed}",
+        param=unknown[0],
+        code="unknown_parameter",
     )
 
 
@@ -186,13 +206,20 @@ def _wrong(raw: dict[str, Any], kind: type, text: str, path: list[str | int]) ->
     if path and isinstance(path[-1], str) and path[-1] == "[...]":
         holder = _at(raw, path[:-1])
         place = _spelled(path[:-1])
-        return ApiError(400, f"a value in {place} is wrong ({_short(repr(holder))}); each must be {wanted}", param=place, code="invalid_value")
+        return ApiError(
+            400,
+            f"a value in {place} is wrong ({_short(repr(holder))}); each must be {wanted}",
+            param=place,
+            code="invalid_value",
+        )
     same = shape is not None and _fits_kind(value, shape)
     if place == "":
         return ApiError(400, f"the body must be {wanted}", code="invalid_type")
     if shape is not None and _only_null(shape):
         return ApiError(400, f"{place} is not supported; leave it out", param=place, code="unsupported_parameter")
-    if isinstance(value, list | dict) and any(isinstance(v, inspect.ListType | inspect.DictType) for v in (_variants(shape) if shape is not None else [])):
+    if isinstance(value, list | dict) and any(
+        isinstance(v, inspect.ListType | inspect.DictType) for v in (_variants(shape) if shape is not None else [])
+    ):
         same, shown = True, f"{_kind_of(value)} of {len(value)}"
     else:
         shown = _short(msgspec.json.encode(value).decode()) if same else _kind_of(value)
@@ -242,7 +269,9 @@ def _kind_of(value: object) -> str:
         return "a whole number"
     if isinstance(value, float):
         return "a number"
-    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), type(value).__name__)
+    if isinstance(value, str):
+        return "a string"
+    return "a list" if isinstance(value, list) else "an object"
 
 
 # -- what msgspec knows of a type, in words
@@ -330,10 +359,16 @@ def _describe_one(v: inspect.Type) -> str:
     if isinstance(v, inspect.ListType):
         if v.max_length == 0:
             return "an empty list"
-        sizes = ([f"at least {v.min_length}"] if v.min_length else []) + ([f"at most {v.max_length}"] if v.max_length is not None else [])
+        sizes = ([f"at least {v.min_length}"] if v.min_length else []) + (
+            [f"at most {v.max_length}"] if v.max_length is not None else []
+        )
         return "a list" + (f" of {' and '.join(sizes)}" if sizes else "") + f" ({_describe(v.item_type)} each)"
     if isinstance(v, inspect.DictType):
-        return "an empty object" if v.max_length == 0 else "an object" + (f" with at most {v.max_length} entries" if v.max_length else "")
+        return (
+            "an empty object"
+            if v.max_length == 0
+            else "an object" + (f" with at most {v.max_length} entries" if v.max_length else "")
+        )
     if isinstance(v, inspect.BoolType):
         return "true or false"
     return "an object" if isinstance(v, inspect.StructType) else "any JSON value"

@@ -6,6 +6,7 @@ Knows: handles, disconnects, receipts. Refuses to know: JSON and what is made of
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
@@ -17,6 +18,8 @@ from tradewind.serving.http.desk import Desk, OpenRequest
 from tradewind.serving.http.errors import ApiError, api_error
 from tradewind.serving.http.front import EngineHandle, Front, Receipt
 from tradewind.serving.http.pipeline import Counts, Said, Voice
+
+LOG = logging.getLogger("tradewind.http")
 
 Parts = list[tuple[Voice, Said]]
 
@@ -49,7 +52,6 @@ class Flight:
     async def __aenter__(self) -> Self:
         """Submits all. Raises ApiError, and nothing stays in the engine, when one of them can not run."""
         front, desk = self._front, self._desk
-        desk.admit(len(self.voices))
         try:
             for voice in self.voices:
                 self._handles.append((front.client.submit(voice.request), voice))
@@ -61,33 +63,39 @@ class Flight:
         self._watcher = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
         now = time.monotonic()
-        voices = self.voices
         if kind is None and not self.open.left:
             self._desk.took(now - self.arrived_s)
         if self._front.on_receipt is not None:
-            firsts = [voice.first_token_s for voice in voices if voice.first_token_s is not None]
-            self._front.on_receipt(
-                Receipt(
-                    id=self.open.id,
-                    request_id=self.open.request_id,
-                    endpoint=self._endpoint,
-                    tenant=self.open.tenant,
-                    stream=self._stream,
-                    samples=len(voices),
-                    prompt_tokens=self.counts.prompt_tokens,
-                    cached_tokens=self.counts.cached_tokens,
-                    completion_tokens=self.counts.completion_tokens,
-                    arrived_s=self.arrived_s,
-                    scheduled_s=self._front.client.scheduled_s(voices[0].request.id),
-                    first_token_s=min(firsts) if firsts else None,
-                    finished_s=now,
-                    finish="disconnect" if self.open.left else ",".join(voice.finish or "abort" for voice in voices),
-                    error=next((voice.error for voice in voices if voice.error), None),
-                )
-            )
+            try:
+                self._front.on_receipt(self._receipt(now))
+            except Exception:  # whoever listens must not harm the answer
+                LOG.exception("a listener failed on the receipt of %s", self.open.id)
+
+    def _receipt(self, now: float) -> Receipt:
+        voices = self.voices
+        firsts = [voice.first_token_s for voice in voices if voice.first_token_s is not None]
+        return Receipt(
+            id=self.open.id,
+            request_id=self.open.request_id,
+            endpoint=self._endpoint,
+            tenant=self.open.tenant,
+            stream=self._stream,
+            samples=len(voices),
+            prompt_tokens=self.counts.prompt_tokens,
+            cached_tokens=self.counts.cached_tokens,
+            completion_tokens=self.counts.completion_tokens,
+            arrived_s=self.arrived_s,
+            scheduled_s=self._front.client.scheduled_s(voices[0].request.id),
+            first_token_s=min(firsts) if firsts else None,
+            finished_s=now,
+            finish="disconnect" if self.open.left else ",".join(voice.finish or "abort" for voice in voices),
+            error=next((voice.error for voice in voices if voice.error), None),
+        )
 
     def _end(self) -> None:
         """Whatever still runs is cancelled; safe to call twice."""
@@ -101,12 +109,7 @@ class Flight:
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
-        if self.voices and not self._ended:
-            self._ended = True
-            self._desk.depart(len(self.voices))
-            self._desk.close(self.open)
-
-    _ended = False
+        self._desk.close(self.open)
 
     async def _watch(self) -> None:
         """Cancels everything when the client leaves."""

@@ -137,6 +137,8 @@ class Front:
     served_names: tuple[str, ...] = ()
     """Other names by which the model may be asked for."""
     options: Options = field(default_factory=Options)
+    honours_priority: bool = True
+    """The engine's queue looks at priorities (policy "priority"); otherwise a request that has one is refused."""
     speech: ParserChoice | None = None
     """How the model writes tool calls and reasoning (`parsers.table.parser_for`); None: all text is content, and tools are refused."""
     metrics: Callable[[], str | bytes] | None = None

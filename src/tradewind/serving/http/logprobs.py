@@ -37,7 +37,9 @@ def chat_logprobs(tokenizer: TextTokenizer, entries: Sequence[TokenLogprobs], *,
             logprob=_number(entry.logprob),
             bytes=list(tokenizer.token_bytes(entry.token)),
             top_logprobs=[
-                TopLogprob(token=token_name(tokenizer, token), logprob=_number(value), bytes=list(tokenizer.token_bytes(token)))
+                TopLogprob(
+                    token=token_name(tokenizer, token), logprob=_number(value), bytes=list(tokenizer.token_bytes(token))
+                )
                 for token, value in best(entry, top)
             ],
         )

@@ -38,8 +38,8 @@ ENDPOINTS: tuple[Described, ...] = (
         streams=True, also=(429, 500, 503, 504),
     ),
     Described(
-        path="/v1/completions", method="post", summary="Continue text or token ids", takes=types.CompletionRequest, gives=answers.TextAnswer,
-        streams=True, also=(429, 500, 503, 504),
+        path="/v1/completions", method="post", summary="Continue text or token ids", takes=types.CompletionRequest,
+        gives=answers.TextAnswer, streams=True, also=(429, 500, 503, 504),
     ),
     Described(
         path="/v1/responses", method="post", summary="Answer an input, without memory", takes=types.ResponsesRequest,
@@ -48,7 +48,10 @@ ENDPOINTS: tuple[Described, ...] = (
     Described(path="/v1/embeddings", method="post", summary="Embeddings: not available yet", takes=types.EmbeddingsRequest, also=(501,)),
     Described(path="/v1/models", method="get", summary="The models that are served", gives=answers.ModelList),
     Described(path="/v1/models/{model}", method="get", summary="One model", gives=answers.ModelRecord, also=(404,)),
-    Described(path="/tokenize", method="post", summary="Token ids of a prompt or a conversation", takes=types.TokenizeRequest, gives=answers.Tokenized),
+    Described(
+        path="/tokenize", method="post", summary="Token ids of a prompt or a conversation", takes=types.TokenizeRequest,
+        gives=answers.Tokenized,
+    ),
     Described(path="/detokenize", method="post", summary="Text of token ids", takes=types.DetokenizeRequest, gives=answers.Detokenized),
     Described(path="/abort", method="post", summary="End open requests", takes=types.AbortRequest, gives=answers.Aborted),
     Described(path="/health", method="get", summary="Whether the engine makes progress", gives=answers.Health, also=(503,), open=True),
@@ -69,7 +72,11 @@ def schema(*, keys: bool) -> dict[str, Any]:
         paths.setdefault(one.path, {})[one.method] = _operation(one, by_kind, keys=keys)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "Tradewind", "version": VERSION, "description": "An OpenAI-compatible server. A field that is not listed is refused."},
+        "info": {
+            "title": "Tradewind",
+            "version": VERSION,
+            "description": "OpenAI-compatible. A field that is not listed is refused.",
+        },
         "paths": paths,
         "components": {"schemas": components},
     }
@@ -88,7 +95,9 @@ def _operation(one: Described, by_kind: dict[type, Any], *, keys: bool) -> dict[
         success["application/json"] = {"schema": {"type": "object"}}
     if one.streams:
         success["text/event-stream"] = {"schema": {"type": "string"}}
-    answers_: dict[str, Any] = {} if one.path == "/v1/embeddings" else {"200": {"description": "The answer", "content": success}}
+    answers_: dict[str, Any] = (
+        {} if one.path == "/v1/embeddings" else {"200": {"description": "The answer", "content": success}}
+    )
     refusal = {"application/json": {"schema": by_kind[answers.ErrorBody]}}
     statuses = [*((400, 404, 413, 415) if one.takes is not None else ()), *one.also]
     if keys and not one.open:
@@ -96,11 +105,17 @@ def _operation(one: Described, by_kind: dict[type, Any], *, keys: bool) -> dict[
     for status in sorted(set(statuses)):
         content = success if one.path == "/health" else refusal
         answers_[str(status)] = {"description": "A refusal", "content": content}
-    operation: dict[str, Any] = {"summary": one.summary, "operationId": one.method + one.path.replace("/", "_"), "responses": answers_}
+    operation: dict[str, Any] = {
+        "summary": one.summary,
+        "operationId": one.method + one.path.replace("/", "_"),
+        "responses": answers_,
+    }
     if one.takes is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": by_kind[one.takes]}}}
     if "{model}" in one.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+        operation["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
     if keys and not one.open:
         operation["security"] = [{"key": []}]
     return operation
@@ -120,7 +135,9 @@ def docs_html(document: dict[str, Any]) -> str:
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(operation['summary'])}.")
+            parts.append(
+                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{html.escape(operation['summary'])}."
+            )
             parts.append(f" Statuses: {', '.join(sorted(operation['responses']))}.</p>")
             body = operation.get("requestBody")
             if body is not None:

@@ -74,7 +74,7 @@ def speech_of(front: Front, tools: Sequence[Any] | None, choice: Any, *, paralle
     if calls and (chosen is None or chosen.name == "plain"):
         why = chosen.reasons[0] if chosen is not None and chosen.reasons else "no tool parser is chosen"
         raise ApiError(
-            400, f"tools are not supported here, because how this model writes calls is not known ({why}); start the server with a tool parser",
+            400, f"tools are not supported here: how this model writes calls is not known ({why}); start the server with a tool parser",
             param="tools", code="unsupported_parameter",
         )  # fmt: skip
     if chosen is None:
@@ -93,7 +93,10 @@ def speech_of(front: Front, tools: Sequence[Any] | None, choice: Any, *, paralle
 
     tokenizer = front.tokenizer
     hidden = hidden_markers(
-        name if calls or name == "harmony" else "plain", reasoning, token_id=tokenizer.token_id, special_ids=tokenizer.special_ids
+        name if calls or name == "harmony" else "plain",
+        reasoning,
+        token_id=tokenizer.token_id,
+        special_ids=tokenizer.special_ids,
     )
     assert name in PARSERS
     return Speech(tools=asked, make=make, shows_markers=bool(hidden))

@@ -5,7 +5,7 @@ Knows: the framing and the headers. Refuses to know: what the events say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.types import Scope, Send
@@ -24,6 +24,8 @@ class EventStream:
         self._scope, self._send = scope, send
         self._headers = headers or {}
         self.started = False
+        self.spell_error: Callable[[ApiError], bytes] = error_event
+        """The last bytes of a stream that could not be finished."""
 
     async def write(self, data: bytes) -> None:
         """Sends some whole events."""
@@ -60,5 +62,5 @@ def named_event(name: str, payload: bytes) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """A refusal inside a stream."""
-    return data_event(error.body())
+    """A refusal inside a stream, which ends with it."""
+    return data_event(error.body()) + DONE

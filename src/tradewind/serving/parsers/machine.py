@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from tradewind.serving.parsers.json_reader import SPACE, JsonReader, QuotedJsonReader
 from tradewind.serving.parsers.parser import Circumstances, call_id
-from tradewind.serving.parsers.pieces import Content, Piece, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
+from tradewind.serving.parsers.pieces import Content, Piece, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd, merge
 
 _SPACES = re.compile(f"[{SPACE}]*")
 
@@ -192,7 +192,7 @@ class Machine:
         self._finished, self._buffer = True, ""
         pieces += self._out
         self._out = []
-        return pieces
+        return merge(pieces)
 
     def _rest(self, rest: str, reason: str) -> None:
         """What a format does with text that was held back in a state of its own when the answer ended: a cut marker, no text."""
@@ -205,7 +205,7 @@ class Machine:
             pass
         self._buffer, self._at = self._buffer[self._at :], 0
         pieces, self._out = self._out, []
-        return pieces
+        return merge(pieces) if len(pieces) > 1 else pieces
 
     # -- reading
 

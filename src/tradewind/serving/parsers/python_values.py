@@ -90,6 +90,8 @@ def _number(said: str) -> int | float:
     said = said.replace("_", "").replace(" ", "")
     if "x" in said or "X" in said:
         return int(said, 16)
+    if len(digits := said.lstrip("+-")) > 1 and digits[0] == "0" and digits.isdigit():
+        raise ValueError("a leading zero")
     return float(said) if set(said) & set(".eE") else int(said)
 
 

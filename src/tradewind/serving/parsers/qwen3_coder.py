@@ -1,4 +1,5 @@
-"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`.
+"""Qwen3-Coder: `<tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>`, and Seed-OSS, whose outer
+markers are `<seed:tool_call>` and whose values stand without line breaks around them.
 
 Values are text without any escaping; the tool's schema says which of them are strings. Those are streamed; others are read as
 JSON, or as the Python literals models fall into, when they are whole. What fits neither stays a string.
@@ -18,6 +19,7 @@ from tradewind.serving.parsers.parser import GrammarHint
 from tradewind.serving.parsers.python_values import python_value
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+SEED_BEGIN, SEED_END = "<seed:tool_call>", "</seed:tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
@@ -32,16 +34,27 @@ HINT = GrammarHint(
     tokens=(BEGIN, END),
 )
 
-# End tag of a value -> what must follow it, white space aside, for it to be one.
-_ENDS = {PARAMETER_END: (PARAMETER, FUNCTION_END, END), FUNCTION_END: (END,)}
-_MAY_END = re.compile("|".join(_ENDS))
-_LONGEST = max(map(len, _ENDS))
+HINT_SEED = GrammarHint(
+    before_name=SEED_BEGIN + "\n" + FUNCTION,
+    after_name=">\n",
+    after_arguments=FUNCTION_END + "\n" + SEED_END,
+    between="\n",
+    arguments="parameters",
+    parameter=(PARAMETER, ">", PARAMETER_END + "\n"),
+    trigger=SEED_BEGIN,
+    tokens=(SEED_BEGIN, SEED_END),
+)
+
+_VALUE_ENDS = (PARAMETER_END, FUNCTION_END)
+_MAY_END = re.compile("|".join(_VALUE_ENDS))
+_LONGEST = max(map(len, (*_VALUE_ENDS, PARAMETER, SEED_END)))
 
 
 class Qwen3CoderParser(Machine):
     """Tags and plain values in, JSON out."""
 
     openers = (BEGIN, FUNCTION)
+    begin, end = BEGIN, END
 
     _schema: Mapping[str, Any] = {}
     _wrapped = False
@@ -51,7 +64,7 @@ class Qwen3CoderParser(Machine):
     _value: list[str]
 
     def _opens(self, marker: str) -> Callable[[], bool]:
-        self._wrapped = marker == BEGIN
+        self._wrapped = marker == self.begin
         return self._function if self._wrapped else self._named
 
     def _function(self) -> bool:
@@ -102,7 +115,7 @@ class Qwen3CoderParser(Machine):
             return True
         if come is None or ends is None:
             return False
-        if self._wrapped and (ends := self._comes(END, after_space=True)) is not False:
+        if self._wrapped and (ends := self._comes(self.end, after_space=True)) is not False:
             if ends:
                 self._finish_call()
                 self._state = self._text_state
@@ -116,7 +129,7 @@ class Qwen3CoderParser(Machine):
 
     def _closes(self) -> bool:
         """State: the closing marker follows, or is missing."""
-        if self._comes(END, after_space=True) is None:
+        if self._comes(self.end, after_space=True) is None:
             return False
         self._state = self._text_state
         return True
@@ -173,16 +186,24 @@ class Qwen3CoderParser(Machine):
         buffer = self._buffer
         for found in _MAY_END.finditer(buffer, self._at):
             place = skip(buffer, found.end())
-            follows = _ENDS[found[0]]
+            # What must follow an end tag, white space aside, for it to be one.
+            follows = (PARAMETER, FUNCTION_END, self.end) if found[0] == PARAMETER_END else (self.end,)
             if any(buffer.startswith(tag, place) for tag in follows):
                 return found.start(), found[0]
             rest = buffer[place : place + _LONGEST]
             if any(tag.startswith(rest) for tag in follows):
                 return found.start(), None
         for place in range(max(self._at, len(buffer) - _LONGEST + 1), len(buffer)):
-            if buffer[place] == "<" and any(tag.startswith(buffer[place:]) for tag in _ENDS):
+            if buffer[place] == "<" and any(tag.startswith(buffer[place:]) for tag in _VALUE_ENDS):
                 return place, None
         return len(buffer), None
+
+
+class SeedParser(Qwen3CoderParser):
+    """The same between other markers."""
+
+    openers = (SEED_BEGIN, FUNCTION)
+    begin, end = SEED_BEGIN, SEED_END
 
 
 def _types(schema: object) -> set[str]:

@@ -109,6 +109,13 @@ PARSERS: dict[str, Format] = {
         grammar_hint=qwen3_coder.HINT,
         markers=qwen3_coder.HINT.tokens,
     ),
+    "seed_oss": Format(
+        make=qwen3_coder.SeedParser,
+        summary="Seed-OSS: as Qwen3-Coder, between <seed:tool_call> and </seed:tool_call>",
+        grammar_hint=qwen3_coder.HINT_SEED,
+        wants_special_tokens=True,
+        markers=qwen3_coder.HINT_SEED.tokens,
+    ),
 }
 
 REASONING: dict[str, ReasoningMarkers | None] = {
@@ -181,7 +188,8 @@ _TEMPLATE_SIGNS = (
     _Sign(("<minimax:tool_call>",), ""),
     _Sign(("<|tool_calls_section_begin|>",), ""),  # Kimi K2
     _Sign(("\uff5cDSML\uff5c",), ""),  # DeepSeek V3.2
-    _Sign((qwen3_coder.FUNCTION, "<parameter="), "qwen3_coder"),
+    _Sign((qwen3_coder.SEED_BEGIN,), "seed_oss"),
+    _Sign((qwen3_coder.FUNCTION, qwen3_coder.PARAMETER), "qwen3_coder"),
     _Sign((hermes.BEGIN,), "hermes"),
     _Sign((deepseek.CALL_BEGIN, deepseek.FENCE + "json"), "deepseek_v3"),
     _Sign((deepseek.CALL_BEGIN,), "deepseek_v31"),

@@ -213,9 +213,30 @@ struct Call {
     float* out;
     int64_t out_stride, rows;
     uint8_t* scratch;
+    int64_t terms;  // of a quantised activation: 1, or 2 for what the first left over
     int64_t activation;
     bool gated;
 };
+
+// Prepares one row, `terms` times `stride` bytes. The remainder passes through the stack in pieces, for K may be any size.
+void prepare_row(const Path& path, const Packed& p, const float* x, uint8_t* out, int64_t terms, int64_t stride) {
+    path.prepare(p, x, out);
+    if (terms == 1) return;
+    constexpr int64_t PIECE = 2048;
+    alignas(64) float rest[PIECE];
+    Packed piece = p;
+    for (int64_t k = 0; k < p.k; k += PIECE) {
+        piece.k = std::min(PIECE, p.k - k);
+        path.remainder(piece, x + k, out + k / 32 * UNIT, rest);
+        path.prepare(piece, rest, out + stride + k / 32 * UNIT);
+    }
+}
+
+// Adds each pair of sums into the first of `rows` places.
+void fold(float* acc, int rows) {
+    for (int m = 0; m < rows; ++m)
+        for (int i = 0; i < STRIP; ++i) acc[m * STRIP + i] = acc[2 * m * STRIP + i] + acc[(2 * m + 1) * STRIP + i];
+}
 
 void matmul(const Call& c, Thread& t) {
     const Packed& p = *c.weight;
@@ -225,8 +246,9 @@ void matmul(const Call& c, Thread& t) {
     // Rows in bands whose prepared bytes stay in the second-level cache; bands, and tiles within them, of nearly equal height, so that
     // equal shares of the items are equal work.
     constexpr int64_t BAND_BYTES = int64_t(384) << 10;
-    const int64_t stride = path.prepare ? prepared_stride(p) : c.x_stride * int64_t(sizeof(float));
-    const int64_t most = (c.rows + path.max_rows - 1) / path.max_rows;  // a band is at least a tile
+    const int64_t terms = p.layout == LAYOUT_QUANT ? c.terms : 1, tile_rows = path.max_rows / terms;
+    const int64_t term = path.prepare ? prepared_stride(p) : c.x_stride * int64_t(sizeof(float)), stride = term * terms;
+    const int64_t most = (c.rows + tile_rows - 1) / tile_rows;  // a band is at least a tile
     const int64_t bands = std::min(most, 1 + c.rows * stride / BAND_BYTES), strips = (p.blocks + 1) / 2;
     const int64_t outputs = c.gated ? p.n / 2 : p.n;
 
@@ -238,7 +260,7 @@ void matmul(const Call& c, Thread& t) {
         const bool alone = c.rows * stride <= OWN;
         uint8_t* to = alone ? own : c.scratch;
         const Thread::Range range = alone ? Thread::Range{0, c.rows} : t.share(c.rows);
-        for (int64_t m = range.begin; m < range.end; ++m) path.prepare(p, c.x + m * c.x_stride, to + m * stride);
+        for (int64_t m = range.begin; m < range.end; ++m) prepare_row(path, p, c.x + m * c.x_stride, to + m * stride, terms, term);
         if (!alone) t.barrier();
         x = to;
     }
@@ -257,11 +279,12 @@ void matmul(const Call& c, Thread& t) {
             to.bias[0] = c.bias + column;
             to.bias[1] = c.bias + (c.gated ? outputs + column : column + 16);
         }
-        const int64_t tiles = (end - begin + path.max_rows - 1) / path.max_rows;
+        const int64_t tiles = (end - begin + tile_rows - 1) / tile_rows;
         alignas(64) float acc[MAX_ROWS * STRIP];
         for (int64_t i = 0; i < tiles; ++i) {
             const int64_t first = begin + (end - begin) * i / tiles, last = begin + (end - begin) * (i + 1) / tiles;
-            path.tile(p, w, x + first * stride, stride, int(last - first), acc);
+            path.tile(p, w, x + first * stride, term, int((last - first) * terms), acc);
+            if (terms == 2) fold(acc, int(last - first));
             w.next = nullptr;
             (c.gated ? path.finish_gated : path.finish)(acc, int(last - first), to);
             to.out += (last - first) * c.out_stride;
@@ -272,28 +295,28 @@ void matmul(const Call& c, Thread& t) {
 }  // namespace
 
 Path portable_path(const Packed& p) {
-    Path path{8, tile_f32, nullptr, finish, finish_gated};
+    Path path{8, tile_f32, nullptr, finish, finish_gated, remainder_portable};
     if (p.layout == LAYOUT_BF16) path.tile = tile_bf16, path.prepare = prepare_bf16;
     if (p.layout == LAYOUT_QUANT) path.tile = tile_quant, path.prepare = prepare_quant;
     return path;
 }
 
-// x, x stride (floats), packed matrix, bias or null, out, out stride (floats), count, scratch
-TW_OP(linear, 8) {
-    matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), 0, false}, t);
+// x, x stride (floats), packed matrix, bias or null, out, out stride (floats), count, scratch, terms
+TW_OP(linear, 9) {
+    matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), a[8].i, 0, false}, t);
 }
 
 // The same and the activation (0 silu, 1 gelu_tanh); bias is gate then up.
-TW_OP(gated_linear, 9) {
-    matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), a[8].i, true}, t);
+TW_OP(gated_linear, 10) {
+    matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), a[8].i, a[9].i, true}, t);
 }
 
 }  // namespace tw
 
 extern "C" {
 
-// Bytes of scratch that `linear` needs for `rows` rows of this matrix.
-int64_t tw_matmul_scratch(const void* packed, int64_t rows) {
-    return rows * tw::prepared_stride(*static_cast<const tw::Packed*>(packed));
+// Bytes of scratch that `linear` needs for `rows` rows of this matrix, each in `terms` terms.
+int64_t tw_matmul_scratch(const void* packed, int64_t rows, int64_t terms) {
+    return rows * terms * tw::prepared_stride(*static_cast<const tw::Packed*>(packed));
 }
 }

@@ -11,6 +11,9 @@
 // With sx = absmax / 127 of the unit: x = sx * q. Where the matrix is symmetric, a0, a1 = -2^(bits - 1) * sum(q) (int32: where the integer
 // dot product starts, so that unsigned quants act as signed ones); otherwise sx * sum(q) (float, times the minimum). By halves: a0 for
 // k 0..15, a1 for k 16..31 (groups of 16); else a0 for all 32.
+//
+// With two terms (compute int16) a row is prepared twice: as above, and then what that left over, x - sx * q, in the same way with a scale of
+// its own. The tile sees two rows and knows nothing; their sums are added before the epilogue. About 15 bits of each value are kept.
 #pragma once
 #include "pack.h"
 
@@ -30,6 +33,8 @@ struct Strip {
 // acc[row][32] = the sums of the strip for `rows` prepared rows at x.
 using Tile = void (*)(const Packed& p, const Strip& w, const uint8_t* x, int64_t x_stride, int rows, float* acc);
 using Prepare = void (*)(const Packed& p, const float* x, uint8_t* out);
+// rest[k] = x[k] - sx * q[k] of a prepared quant row.
+using Remainder = void (*)(const Packed& p, const float* x, const uint8_t* prepared, float* rest);
 
 // Where results go: columns [column, column + columns) of `rows` rows from `out` on.
 struct Store {
@@ -46,7 +51,17 @@ struct Path {
     Tile tile;
     Prepare prepare;  // null: the caller's rows are used as they are
     Finish finish, finish_gated;
+    Remainder remainder;
 };
+
+inline void remainder_portable(const Packed& p, const float* x, const uint8_t* prepared, float* rest) {
+    for (int64_t u = 0; u < p.units(); ++u, prepared += UNIT) {
+        float scale;
+        std::memcpy(&scale, prepared + 32, 4);
+        const int64_t live = p.k - u * 32 < 32 ? p.k - u * 32 : 32;
+        for (int64_t i = 0; i < live; ++i) rest[u * 32 + i] = x[u * 32 + i] - scale * float(int8_t(prepared[i]));
+    }
+}
 
 Path portable_path(const Packed& p);
 #if defined(__x86_64__)

@@ -259,6 +259,17 @@ void prepare_quant(const Packed& p, const float* x, uint8_t* out) {
     }
 }
 
+void remainder_quant(const Packed& p, const float* x, const uint8_t* prepared, float* rest) {
+    for (int64_t k = 0; k < p.k; k += 16) {
+        const uint8_t* unit = prepared + k / 32 * UNIT;
+        const __mmask16 live = p.k - k >= 16 ? 0xffff : __mmask16((1 << (p.k - k)) - 1);
+        const __m512i q = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + k % 32)));
+        // Product and difference apart, rounded as on the other paths.
+        const __m512 taken = _mm512_mul_ps(broadcast_ps(unit + 32), _mm512_cvtepi32_ps(q));
+        _mm512_mask_storeu_ps(rest + k, live, _mm512_sub_ps(_mm512_maskz_loadu_ps(live, x + k), taken));
+    }
+}
+
 void prepare_bf16(const Packed& p, const float* x, uint8_t* out) {
     for (int64_t k = 0; k < p.k; k += 16) {
         const __mmask16 live = p.k - k >= 16 ? 0xffff : __mmask16((1 << (p.k - k)) - 1);
@@ -362,7 +373,7 @@ TW_TARGET_END
 namespace tw {
 
 Path avx512_path(const Packed& p, bool bf16) {
-    Path path{12, tile_f32_rows, nullptr, finish, finish_gated};
+    Path path{12, tile_f32_rows, nullptr, finish, finish_gated, remainder_quant};
     if (p.layout == LAYOUT_BF16) {
         path.tile = bf16 ? tile_bf16_rows : tile_bf16_wide_rows;
         path.prepare = prepare_bf16;

@@ -1,0 +1,249 @@
+"""The engine's own process: `python -m tradewind.engine_process FD`, started by `serve`, spoken to over one socket.
+
+Knows: when this process begins, serves and ends. Refuses to know: HTTP and text; how an engine is built (assemble).
+
+It lives exactly as long as somebody holds the other end: when the front is gone, whatever killed it, the stream ends and so does this.
+
+      main thread     Start -> build -> Ready -> run_once, Batch, run_once, Batch, ...
+      reader          orders -> loop;  Describe is answered from here, also while a step hangs;  end of stream -> end of process
+      SIGUSR1         Python stacks of all threads to standard error, by faulthandler, also while no Python can run
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tradewind.contract.errors import EngineDeadError, UserError
+from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget
+from tradewind.engine.stats import Tally, describe
+from tradewind.engine.wire import (
+    ORDERS,
+    BrokenLink,
+    Describe,
+    Described,
+    Drain,
+    Fatal,
+    Fault,
+    Link,
+    Located,
+    Order,
+    Ready,
+    Start,
+    Stop,
+    batch_of,
+)
+from tradewind.phases import Phases
+
+if TYPE_CHECKING:
+    from tradewind.engine.columns import Report
+    from tradewind.serving.tokenizer import TextTokenizer
+    from tradewind.simulate.script_file import ScriptFile
+
+GRACE_S = 2.0
+"""So long a step may go on after the front is gone before the process is ended under it."""
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What the process runs."""
+
+    loop: EngineLoop
+    ready: Ready
+    fault: Callable[[str, float], None] | None = None
+    """Throws a fault switch; None where the device has none."""
+
+
+class EngineProcess:
+    """One engine, from `Start` to the end. `serve` is called once, in the main thread."""
+
+    def __init__(self, link: Link[Order]) -> None:
+        self._link = link
+        self._work = threading.Event()
+        self._stop = self._drain = False
+        self._built: Built | None = None
+        self._faults = False
+
+    def serve(self) -> int:
+        """Builds and runs the engine; returns the exit code."""
+        start = self._link.receive()
+        if not isinstance(start, Start):
+            return 0
+        self._faults = start.faults
+        threading.Thread(target=self._read, name="tradewind-orders", daemon=True).start()
+        try:
+            built = build_scripted(start, self._link) if start.script is not None else build_model(start, self._link)
+            self._built = built
+            self._link.send(built.ready)
+            return self._run(built.loop)
+        except UserError as error:
+            return self._fatal(str(error), exit_code=error.exit_code, by_user=True)
+        except BrokenPipeError:
+            return 0
+        except Exception as error:
+            traceback.print_exc()
+            return self._fatal(f"{type(error).__name__}: {error}")
+
+    def _run(self, loop: EngineLoop) -> int:
+        tally = Tally(loop)
+
+        def tell(reports: list[Report]) -> None:
+            if reports:
+                tally.take(reports)
+                self._link.send(batch_of(reports, tally.stats()))
+
+        while not self._stop:
+            self._work.clear()
+            if loop.busy:
+                tell(loop.run_once())
+                if loop.dead is not None:
+                    return self._fatal(loop.dead)
+            elif self._drain:
+                break
+            else:
+                self._work.wait()
+        tell(loop.close())
+        return 0
+
+    def _fatal(self, why: str, *, exit_code: int = 1, by_user: bool = False) -> int:
+        try:
+            self._link.send(Fatal(why=why, exit_code=exit_code, by_user=by_user))
+        except OSError:
+            pass
+        return exit_code
+
+    def _read(self) -> None:
+        """Takes orders until the stream ends; then nobody is there to work for."""
+        try:
+            while (order := self._link.receive()) is not None:
+                self._take(order)
+        except (BrokenLink, OSError) as error:
+            print(f"tradewind engine: {error}", file=sys.stderr, flush=True)
+        self._stop = True
+        self._work.set()
+        if self._built is not None:
+            time.sleep(GRACE_S)
+        os._exit(0)
+
+    def _take(self, order: Order) -> None:
+        built = self._built
+        if isinstance(order, Add | Cancel | Finish | Forget):
+            if built is not None:
+                built.loop.post(order)
+        elif isinstance(order, Describe):
+            self._link.send(Described(describe(built.loop) if built is not None else "the engine is being built"))
+        elif isinstance(order, Drain):
+            self._drain = True
+        elif isinstance(order, Stop):
+            self._stop = True
+            if built is None:
+                os._exit(0)
+        elif isinstance(order, Fault):
+            if self._faults and built is not None and built.fault is not None:
+                built.fault(order.do, order.seconds)
+        self._work.set()
+
+
+def build_model(start: Start, link: Link[Order]) -> Built:
+    """An engine with a model: the parts that `assemble` makes, without the text tools, which the front has."""
+    phases = Phases(began_s=start.began_s)
+    with phases("engine process"):
+        from tradewind.assemble import make_executor, make_ops, make_plan
+        from tradewind.engine.scheduler import Scheduler
+        from tradewind.weights.fetch import RichProgress
+    progress = RichProgress()
+    planned = make_plan(start.goals, progress=progress, phases=phases)
+    plan = planned.plan
+    link.send(Located(path=str(planned.path), plan=plan))
+    with phases("ops"):
+        ops, notices = make_ops(plan)
+    executor = make_executor(planned, ops, phases=phases, progress=progress)
+    with phases("engine"):
+        scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
+        loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
+    ready = Ready(schedule=plan.schedule, cache=plan.cache, phases=_spans(phases), notices=notices)
+    return Built(loop=loop, ready=ready)
+
+
+def build_scripted(start: Start, link: Link[Order]) -> Built:
+    """An engine whose device says what a script file says."""
+    phases = Phases(began_s=start.began_s)
+    with phases("engine process"):
+        from tradewind.engine.scheduler import Scheduler
+        from tradewind.simulate.forced import ForcedExecutor
+        from tradewind.simulate.script_file import Answers, plans_of, read_script
+    with phases("script"):
+        assert start.script is not None
+        script = read_script(start.script, name=start.script_name)
+        path, tokenizer = script_tokenizer(script, model=start.goals.model)
+        link.send(Located(path=path))
+        answers = Answers(
+            script,
+            encode=lambda text: tokenizer.encode(text, add_special=False),
+            decode=lambda ids: tokenizer.decode(ids, skip_special=False),
+            name=start.script_name,
+        )
+        ends = sorted(tokenizer.eos_ids)
+        if not ends:
+            raise UserError(f"{start.script_name}: the tokenizer has no end-of-text token, so that no answer could end")
+    with phases("engine"):
+        schedule, cache = plans_of(script, start.goals.means, max_context=start.goals.max_context)
+        executor = ForcedExecutor(
+            script,
+            answers,
+            slots=schedule.max_running,
+            vocab_size=tokenizer.vocab_size,
+            end_token=tokenizer.eos_id if tokenizer.eos_id is not None else ends[0],
+        )
+        drafts = script.drafts.per_row if script.drafts is not None else 0
+        scheduler = Scheduler(schedule=schedule, cache=cache, clock=time.monotonic, drafts_per_row=drafts)
+        loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
+    ready = Ready(schedule=schedule, cache=cache, drafts_per_row=drafts, phases=_spans(phases))
+    return Built(loop=loop, ready=ready, fault=executor.throw)
+
+
+def script_tokenizer(script: ScriptFile, *, model: str) -> tuple[str, TextTokenizer]:
+    """The path of the checkpoint (empty: none) and the tokenizer that a script is spoken through. Raises UserError."""
+    from tradewind.serving.tokenizer import TextTokenizer
+    from tradewind.simulate.script_file import BYTE_TOKENIZER_CONFIG, BYTES, byte_tokenizer_json
+
+    if script.tokenizer == BYTES:
+        return "", TextTokenizer.from_tokenizer_json(byte_tokenizer_json(), tokenizer_config=BYTE_TOKENIZER_CONFIG)
+    from tradewind.assemble import read_tokenizer
+    from tradewind.config.env import cache_dir
+    from tradewind.weights.checkpoint import open_checkpoint
+    from tradewind.weights.lookup import find_model
+
+    path = find_model(script.tokenizer or model, cache_dir=cache_dir())
+    return str(path), read_tokenizer(open_checkpoint(path))
+
+
+def _spans(phases: Phases) -> tuple[tuple[str, float], ...]:
+    return tuple((phase.name, phase.seconds) for phase in phases.done)
+
+
+def main(arguments: list[str]) -> int:
+    """Serves the engine on the socket whose number is the one argument."""
+    # Whoever holds the other end decides: Ctrl-C and SIGTERM reach the whole group of processes, but open answers are to be finished.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    with socket.socket(fileno=int(arguments[0])) as end:
+        return EngineProcess(Link(end, ORDERS)).serve()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to clean up, and a device's thread must not keep a dead engine alive
