@@ -245,20 +245,48 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("serving")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s; 0.0.0.0 is every one)")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default %(default)s; 0.0.0.0 is every one)"
+    )
     group.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes one that is free")
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for this key; may be given several times")
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for this key; repeatable")
     group.add_argument("--api-key-file", action="append", default=[], metavar="FILE", help="more keys, one a line")
-    group.add_argument("--served-name", action="append", default=[], metavar="NAME", help="what clients call the model; may be given several times")
-    group.add_argument("--max-queue", type=_whole, default=256, metavar="N", help="more waiting sequences are refused with 429 (default %(default)s)")
-    group.add_argument("--drain-timeout", type=_seconds, default=30.0, metavar="S", help="on SIGTERM open answers are finished for so long (default 30)")
-    group.add_argument("--stall-timeout", type=_seconds, default=30.0, metavar="S", help="so long without a step is said in the log and by /health (default 30)")
-    group.add_argument("--restart-engine", action="store_true", help="start a new engine when it dies, instead of ending")
-    group.add_argument("--ignore-unknown-fields", action="store_true", help="warn in a header about fields that are not known instead of refusing them")
-    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; may be given several times")
-    group.add_argument("--tool-format", metavar="NAME", help="how the model writes tool calls (default: as its template says)")
-    group.add_argument("--reasoning", metavar="NAME", help="how the model marks its reasoning (default: as its template says)")
-    group.add_argument("--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md")
+    group.add_argument(
+        "--served-name", action="append", default=[], metavar="NAME", help="what clients call the model; repeatable"
+    )
+    group.add_argument(
+        "--max-queue",
+        type=_whole,
+        default=256,
+        metavar="N",
+        help="waiting sequences; more are refused (default %(default)s)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="SIGTERM: time to finish open answers (default 30)",
+    )
+    group.add_argument(
+        "--stall-timeout", type=_seconds, default=30.0, metavar="S", help="longest time without a step (default 30)"
+    )
+    group.add_argument("--restart-engine", action="store_true", help="when the engine dies start a new one, do not end")
+    group.add_argument(
+        "--ignore-unknown-fields", action="store_true", help="warn about unknown fields in a header, do not refuse"
+    )
+    group.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"
+    )
+    group.add_argument(
+        "--tool-format", metavar="NAME", help="how the model writes tool calls (default: as its template says)"
+    )
+    group.add_argument(
+        "--reasoning", metavar="NAME", help="how the model marks its reasoning (default: as its template says)"
+    )
+    group.add_argument(
+        "--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md"
+    )
 
 
 def _seconds(text: str) -> float:

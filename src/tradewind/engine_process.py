@@ -105,9 +105,14 @@ class EngineProcess:
         while not self._stop:
             self._work.clear()
             if loop.busy:
-                tell(loop.run_once())
-                if loop.dead is not None:
-                    return self._fatal(loop.dead)
+                reports = loop.run_once()
+                if loop.dead is None:
+                    tell(reports)
+                    continue
+                # First that nothing can be served any more, then the requests' ends: whoever reads an end knows what it means.
+                code = self._fatal(loop.dead)
+                tell(reports)
+                return code
             elif self._drain:
                 break
             else:

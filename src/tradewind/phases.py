@@ -30,20 +30,27 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measures what the block takes, from the end of the phase before."""
+        """Measures what the block takes, from the end of the phase before; a second block of one name is added to the first."""
         try:
             yield
         finally:
             now = time.perf_counter()
-            self.done.append(Phase(name=name, seconds=now - self._last))
+            self._add(name, now - self._last)
             self._last = now
+
+    def _add(self, name: str, seconds: float) -> None:
+        for place, phase in enumerate(self.done):
+            if phase.name == name:
+                self.done[place] = Phase(name=name, seconds=phase.seconds + seconds)
+                return
+        self.done.append(Phase(name=name, seconds=seconds))
 
     @property
     def total_s(self) -> float:
         return sum(phase.seconds for phase in self.done)
 
     def text(self) -> str:
-        """One line: the total and its parts in the order in which they ran; what took under 5 ms is left out of the parts."""
+        """One line: the total and its parts in the order in which they began; what took under 5 ms is left out of the parts."""
         parts = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in self.done if phase.seconds >= 0.005)
         return f"ready in {self.total_s:.2f} s ({parts})" if parts else f"ready in {self.total_s:.2f} s"
 

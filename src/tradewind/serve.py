@@ -205,8 +205,9 @@ class Supervisor:
 
     def submit(self, request: Request) -> Handle:
         """See EngineClient."""
-        if self._client is None or self._why_dead is not None:
-            raise EngineDeadError(self._why_dead or "the engine is starting")
+        why = self.why_dead
+        if self._client is None or why is not None:
+            raise EngineDeadError(why or "the engine is starting")
         return self._client.submit(request)
 
     def cancel(self, request_id: str) -> None:
@@ -221,7 +222,7 @@ class Supervisor:
 
     @property
     def why_dead(self) -> str | None:
-        return self._why_dead
+        return self._why_dead or (self._client.why_dead if self._client is not None else None)
 
     def stats(self) -> EngineStats:
         """See EngineClient."""

@@ -287,12 +287,24 @@ def test_ctrl_c_in_the_middle_of_an_answer(model: str, prompts: list[str], start
     ended_by_ctrl_c(process)
 
 
+# The session that Popen made takes its standard input as its terminal, so that Ctrl-C typed there is a signal.
+IN_A_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
 def test_ctrl_c_in_a_chat_stops_the_answer_and_ctrl_d_ends_it(model: str) -> None:
     """In a terminal of its own: Ctrl-C during an answer, at the prompt, then another answer."""
-    child, terminal = pty.fork()
-    if child == 0:
-        words = ["chat", "--max-tokens", "100000", "--ignore-eos", "--model", model, *MEANS]
-        os.execv(sys.executable, [*PROGRAM, *words])
+    words = ["chat", "--max-tokens", "100000", "--ignore-eos", "--model", model, *MEANS]
+    terminal, inner = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, *PROGRAM, *words],
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        start_new_session=True,
+    )
+    os.close(inner)
     heard = b""
 
     def listen(for_what: bytes, *, more: int = 0) -> None:
@@ -323,10 +335,12 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_ctrl_d_ends_it(model: str) -> Non
         listen(b"(forgotten)")
         listen(b"> ")
         os.write(terminal, b"\x04")
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert code == 0
+        assert child.wait(PATIENCE_S) == 0
     finally:
         os.close(terminal)
+        if child.poll() is None:
+            child.kill()
+            child.wait()
 
 
 # --------------------------------------------------------------------------------------------------------------- starts

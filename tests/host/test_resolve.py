@@ -49,7 +49,7 @@ def test_defaults_of_the_embedded_model() -> None:
     plan = planned()
     assert (plan.numerics.backend, plan.numerics.compute, plan.numerics.quantization, plan.numerics.kv_format) == (
         "cpu",
-        "int8",
+        "int16",
         "none",
         "f16",
     )
@@ -110,8 +110,11 @@ def test_compute_follows_weights_and_machine() -> None:
     old = machine(features=("avx2",))
     assert planned(SMOLLM2_BF16, hardware=old).numerics.compute == "f32"
     assert "avx512_bf16" in reason(planned(SMOLLM2_BF16, hardware=old), "compute").rejected
-    assert planned(SMOLLM2, hardware=old).numerics.compute == "int8"
-    assert planned(SMOLLM2_BF16, means=Means(quantization="int4")).numerics.compute == "int8"
+    assert planned(SMOLLM2, hardware=old).numerics.compute == "int16"
+    assert planned(SMOLLM2_BF16, means=Means(quantization="int4")).numerics.compute == "int16"
+    for scenario in ("throughput", "memory"):
+        assert planned(SMOLLM2, scenario=scenario).numerics.compute == "int8"
+    assert planned(SMOLLM2_BF16, means=Means(compute="int16")).numerics.quantization == "int8"
     assert planned(SMOLLM2_BF16, means=Means(compute="int8")).numerics.quantization == "int8"
     exact = planned(SMOLLM2, means=Means(compute="f32")).numerics
     assert (exact.compute, exact.kv_format) == ("f32", "f32")
@@ -187,7 +190,7 @@ IMPOSSIBLE: list[tuple[ModelCard, dict[str, Any], str]] = [
     (SMOLLM2, {"quantization": "int4"}, "the file of 'smollm2' is quantised already"),
     (SMOLLM2, {"backend": "plain", "tape": True}, "the plain backend has none: leave tape off"),
     (SMOLLM2_BF16, {"quantization": "none", "compute": "int8"}, "compute int8 needs quantised weights"),
-    (SMOLLM2, {"compute": "f64"}, "compute is 'f64'; it must be one of bf16, f32, int8"),
+    (SMOLLM2, {"compute": "f64"}, "compute is 'f64'; it must be one of bf16, f32, int16, int8"),
 ]
 
 
@@ -290,7 +293,7 @@ BOOLS = st.booleans()
 MEANS = st.builds(
     Means,
     kv_format=pin(st.sampled_from(["f32", "f16", "bf16"])),
-    compute=pin(st.sampled_from(["f32", "bf16", "int8"])),
+    compute=pin(st.sampled_from(["f32", "bf16", "int16", "int8"])),
     quantization=pin(st.sampled_from(["none", "int8", "int4"])),
     backend=pin(st.sampled_from(["cpu", "plain"])),
     page_tokens=pin(st.sampled_from([16, 48, 64])),

@@ -103,13 +103,14 @@ def test_the_library_knows_every_op_of_the_table() -> None:
 
 
 def test_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = open_library().path
     monkeypatch.setattr(library, "FILE", tmp_path / "libtradewind_cpu.so")
     assert library.load() is None
     assert "was not built" in str(library.why_not())
     (tmp_path / "libtradewind_cpu.so").write_bytes(b"not a library")
     assert library.load() is None
     assert "cannot be loaded" in str(library.why_not())
-    monkeypatch.setattr(library, "FILE", open_library().path)
+    monkeypatch.setattr(library, "FILE", good)
     assert library.load() is not None
     assert library.why_not() is None
 

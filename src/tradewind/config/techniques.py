@@ -65,15 +65,6 @@ TECHNIQUES: dict[str, Technique] = {
         metric="decode tokens per second",
         test="tests/engine/test_same_text.py::test_the_plain_ops_agree_with_the_library",
     ),
-    "int8_activations": Technique(
-        layer="compute",
-        switch="means.compute (int8 against bf16, f32)",
-        helps="prefill and decode with quantised weights: integer dot products on packed weights",
-        hurts="exactness: activations are rounded per 32 values",
-        prerequisites=("packed_weights",),
-        metric="prefill tokens per second; logit difference to f32",
-        test="tests/reference/test_smollm2_golden.py::test_int8_compute_agrees_where_the_answer_is_clear",
-    ),
     "int16_activations": Technique(
         layer="compute",
         switch="means.compute (int16 against int8)",
@@ -83,6 +74,15 @@ TECHNIQUES: dict[str, Technique] = {
         conflicts=("int8_activations",),
         metric="greedy ids as in float32; prefill tokens per second",
         test="tests/reference/test_smollm2_golden.py::test_int16_compute_gives_the_golden_ids",
+    ),
+    "int8_activations": Technique(
+        layer="compute",
+        switch="means.compute (int8 against bf16, f32)",
+        helps="prefill and decode with quantised weights: integer dot products on packed weights",
+        hurts="exactness: activations are rounded per 32 values",
+        prerequisites=("packed_weights",),
+        metric="prefill tokens per second; logit difference to f32",
+        test="tests/reference/test_smollm2_golden.py::test_int8_compute_agrees_where_the_answer_is_clear",
     ),
     "kv_f16": Technique(
         layer="cache",

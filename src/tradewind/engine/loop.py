@@ -80,6 +80,11 @@ class EngineLoop:
         """Whether `run_once` has something to do; may be read from any thread."""
         return bool(self._orders) or not self.scheduler.idle
 
+    @property
+    def inbox(self) -> int:
+        """Orders that were posted and not taken; may be read from any thread."""
+        return len(self._orders)
+
     def check(self, request: Request) -> None:
         """Raises what `add` would raise for a request that can never run; changes nothing, may be called from any thread."""
         if self.dead is not None:

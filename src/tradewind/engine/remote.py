@@ -168,6 +168,8 @@ class RemoteClient(Client):
                     self._on_described(message.text)
             elif isinstance(message, Fatal):
                 self._reason = message.why
+                with self._lock:
+                    self._closed = self._closed or message.why
         if not reports:
             return
         for report in reports:

@@ -92,7 +92,7 @@ def describe(loop: EngineLoop) -> str:
     scheduler = loop.scheduler
     now = time.monotonic()
     doing, since_s = loop.doing
-    lines = [f"the loop is in '{doing}' for {now - since_s:.1f} s; {scheduler.flying} steps are flying"]
+    lines = [f"the loop is in '{doing}' for {now - since_s:.1f} s; {scheduler.flying} steps are flying, {loop.inbox} orders wait"]
     if loop.dead is not None:
         lines.append(f"the loop is dead: {loop.dead}")
     cache = scheduler.cache

@@ -283,7 +283,7 @@ def byte_tokenizer_json() -> str:
     spelling = {byte: chr(byte) for byte in printable}
     rest = [byte for byte in range(256) if byte not in spelling]
     spelling.update((byte, chr(0x100 + place)) for place, byte in enumerate(rest))
-    record = {
+    record: dict[str, object] = {
         "version": "1.0",
         "added_tokens": [
             {

@@ -120,7 +120,7 @@ class Voice:
             spoken = tokens
         elif finish is not None:
             tail = self._stream.finish(finish)
-            text += tail.text
+            pass
             if tail.stop is not None:
                 finish, stop = "stop", tail.stop
         self.tokens += used
