@@ -20,10 +20,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tradewind.contract.errors import EngineDeadError, UserError
+from tradewind.contract.errors import UserError
 from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget
 from tradewind.engine.stats import Tally, describe
 from tradewind.engine.wire import (
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from tradewind.simulate.script_file import ScriptFile
 
 GRACE_S = 2.0
-"""So long a step may go on after the front is gone before the process is ended under it."""
+"""So long a step may go on after the end was ordered, or the front is gone, before the process is ended under it."""
 STACKS_SIGNAL = signal.SIGUSR1
 
 
@@ -121,10 +122,8 @@ class EngineProcess:
         return 0
 
     def _fatal(self, why: str, *, exit_code: int = 1, by_user: bool = False) -> int:
-        try:
+        with suppress(OSError):
             self._link.send(Fatal(why=why, exit_code=exit_code, by_user=by_user))
-        except OSError:
-            pass
         return exit_code
 
     def _read(self) -> None:
@@ -134,11 +133,7 @@ class EngineProcess:
                 self._take(order)
         except (BrokenLink, OSError) as error:
             print(f"tradewind engine: {error}", file=sys.stderr, flush=True)
-        self._stop = True
-        self._work.set()
-        if self._built is not None:
-            time.sleep(GRACE_S)
-        os._exit(0)
+        self._end_soon()
 
     def _take(self, order: Order) -> None:
         built = self._built
@@ -150,13 +145,19 @@ class EngineProcess:
         elif isinstance(order, Drain):
             self._drain = True
         elif isinstance(order, Stop):
-            self._stop = True
-            if built is None:
-                os._exit(0)
+            threading.Thread(target=self._end_soon, name="tradewind-end", daemon=True).start()
         elif isinstance(order, Fault):
             if self._faults and built is not None and built.fault is not None:
                 built.fault(order.do, order.seconds)
         self._work.set()
+
+    def _end_soon(self) -> None:
+        """Lets the main thread end in order, and ends the process under it when it does not: a step may hang, a start may take long."""
+        self._stop = True
+        self._work.set()
+        if self._built is not None:
+            time.sleep(GRACE_S)
+        os._exit(0)
 
 
 def build_model(start: Start, link: Link[Order]) -> Built:

@@ -139,6 +139,8 @@ class Supervisor:
         """Starts a process and tells it what to build; does not wait."""
         import msgspec
 
+        if self._closing:
+            raise EngineDeadError("the server is shutting down")
         mine, theirs = socket_pair()
         with theirs:
             self.spawned_s = time.perf_counter()
@@ -283,18 +285,16 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends the process: open requests end with "abort". A second call does nothing."""
-        if not self._closing:
-            self._closing = True
-            self._why_dead = self._why_dead or "the server is shutting down"
-            self._clean_up()
+        self._closing = True
+        self._why_dead = self._why_dead or "the server is shutting down"
+        self._clean_up()
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Ends the process at once; `close` is still to be called."""
         self._closing = True
         self._why_dead = self._why_dead or "the server is shutting down"
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
 
     def _clean_up(self) -> None:
         if self._client is not None:
@@ -384,6 +384,8 @@ class FrontServer:
         try:
             await self._server.serve(sockets=[listener])
         finally:
+            if self._restarting is not None and not self._restarting.done():
+                self._engine.kill()  # a start that nobody waits for any more; its thread ends with it
             for task in (watchdog, self._draining, self._restarting):
                 if task is not None:
                     task.cancel()
@@ -553,9 +555,13 @@ def _model_tokenizer(path: Path) -> TextTokenizer:
 def bind(host: str, port: int) -> socket.socket:
     """A socket that has the address and does not listen yet, so that nobody waits on a server that loads. Raises UserError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"there is no address for the host {host!r}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(
+            f"there is no address for the host {host!r}: {getattr(error, 'strerror', None) or error}"
+        ) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -568,7 +574,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _no_listener(error: OSError, host: str, port: int) -> UserError:
     if error.errno == errno.EADDRINUSE:
-        return UserError(f"port {port} of {host} is in use; stop the program that has it, or choose another with --port")
+        return UserError(
+            f"port {port} of {host} is in use; stop the program that has it, or choose another with --port"
+        )
     if error.errno == errno.EACCES:
         return UserError(f"port {port} of {host} is not allowed for this user; choose one above 1023 with --port")
     return UserError(f"nothing can listen on port {port} of {host}: {error.strerror or error}")

@@ -351,10 +351,11 @@ from tradewind.phases import Phases, process_began_s
 phases = Phases(began_s=process_began_s())
 with phases("python"):
     pass
+from tradewind.contract.request import SamplingParams
 from tradewind.llm import LLM
 with LLM(sys.argv[1], threads=1, compute="f32", kv_format="f32", phases=phases) as llm:
     ready = time.monotonic()
-    llm.generate("abc")
+    llm.generate("abc", SamplingParams(temperature=0.0, max_tokens=4))
     print(ready, llm.phases.total_s, *(p.name for p in llm.phases.done))
 print("torch" in sys.modules, "rich" in sys.modules, "transformers" in sys.modules)
 """

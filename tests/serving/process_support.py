@@ -47,7 +47,9 @@ class Engine:
         self.hear = False
         text = json.dumps(script(**keys)).encode()
         began_s = time.perf_counter()
-        self.link.send(Start(goals=Goals(model="none"), script=text, script_name="test.json", began_s=began_s, faults=True))
+        self.link.send(
+            Start(goals=Goals(model="none"), script=text, script_name="test.json", began_s=began_s, faults=True)
+        )
         while True:
             answer = self.link.receive(timeout_s=PATIENCE_S)
             if answer is None or isinstance(answer, Fatal):
@@ -57,9 +59,7 @@ class Engine:
             if isinstance(answer, Ready):
                 break
         self.ready = answer
-        self.client = RemoteClient(
-            self.link, answer, on_reports=self._reports, on_described=self.described.append
-        )
+        self.client = RemoteClient(self.link, answer, on_reports=self._reports, on_described=self.described.append)
 
     def _reports(self, reports: list[Any]) -> None:
         if self.hear:
@@ -134,7 +134,9 @@ class Server:
         self._reader.start()
         self.port = 0
         if wait:
-            wait_until(lambda: self.said("ready on") or not self._reader.is_alive(), limit_s=PATIENCE_S, what="the start")
+            wait_until(
+                lambda: self.said("ready on") or not self._reader.is_alive(), limit_s=PATIENCE_S, what="the start"
+            )
             assert self.said("ready on"), self.log
             self.ready_s = time.monotonic() - self.began_s
             self.port = int(self.said("ready on")[0].rpartition(":")[2])
@@ -265,4 +267,4 @@ class Stream:
         self.close()
 
 
-KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+KILL, TERM, INT, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSTOP

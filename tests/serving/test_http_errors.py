@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from http_support import MODEL, Live, Rig, chat_body, live, served
 
+from tradewind.contract.errors import UserError
 from tradewind.contract.step import StepResult
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.http.app import make_app
@@ -217,14 +218,15 @@ def test_embeddings_say_why_not(server: Live) -> None:
     assert server.error("/v1/embeddings", {"input": ["a", 1]})["param"] == "input"
 
 
-def test_a_template_that_refuses_is_told(server: Live) -> None:
+@pytest.mark.parametrize("template", [ChatTemplate("{{ raise_exception('only one turn') }}"), UserError("this model has no chat template")])
+def test_a_template_that_refuses_or_is_not_there_is_told(template: ChatTemplate | UserError) -> None:
     rig = Rig()
-    template = ChatTemplate("{{ raise_exception('only one turn') }}")
-    front = dataclasses.replace(rig.front, template=template)
-    app = make_app(front)
+    app = make_app(dataclasses.replace(rig.front, template=template))
     with rig.client.start(), served(app) as port:
-        error = Live(port, rig, app).error(CHAT, chat_body("x"))
-        assert "only one turn" in error["message"] and error["param"] == "messages"
+        server = Live(port, rig, app)
+        for path, body, param in ((CHAT, chat_body("x"), "messages"), (RESPONSES, {"input": "x"}, "input")):
+            error = server.error(path, body)
+            assert ("only one turn" in error["message"] or error["code"] == "no_chat_template") and error["param"] == param
 
 
 def test_a_row_that_fails_ends_its_request_only() -> None:

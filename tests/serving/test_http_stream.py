@@ -269,6 +269,42 @@ def test_the_events_of_a_response_add_up(tokens: list[int], cuts: list[int], tog
     assert [text for _, _, text in shape(whole)] == [texts[index] for index in sorted(texts)]
 
 
+VALID = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.none() | st.floats(0, 100), "top_p": st.none() | st.floats(0.01, 1), "top_k": st.integers(-1, 1 << 20),
+        "min_p": st.floats(0, 1), "repetition_penalty": st.floats(0.01, 100), "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.integers(-2, 2), "logit_bias": st.dictionaries(st.integers(0, 263).map(str), st.floats(-100, 100)),
+        "bad_words": st.lists(st.text(min_size=1, max_size=9), max_size=4), "seed": st.integers(-(1 << 63), (1 << 63) - 1),
+        "stop": st.none() | st.text(min_size=1, max_size=5) | st.lists(st.text(min_size=1, max_size=5), max_size=5),
+        "stop_token_ids": st.lists(st.integers(0, 263), max_size=5), "include_stop_str_in_output": st.booleans(),
+        "ignore_eos": st.booleans(), "min_tokens": st.integers(0, 20), "max_tokens": st.integers(20, 1000), "n": st.integers(1, 3),
+        "skip_special_tokens": st.booleans(), "priority": st.integers(-(1 << 31), (1 << 31) - 1), "user": st.text(max_size=20),
+        "cache_salt": st.text(max_size=20), "timing": st.booleans(), "return_token_ids": st.booleans(),
+        "chat_template_kwargs": st.dictionaries(st.sampled_from(["a", "enable_thinking", "documents"]), st.integers() | st.text()),
+        "response_format": st.just({"type": "text"}), "service_tier": st.just("auto"), "store": st.just(False), "metadata": st.just({}),
+        "modalities": st.just(["text"]), "parallel_tool_calls": st.booleans(), "tool_choice": st.sampled_from(["none", "auto"]),
+        "messages": st.lists(
+            st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "developer", "assistant"]), "content": st.text(max_size=30)}),
+            min_size=1, max_size=4,
+        ),
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(fields=VALID, tokens=TEXTS, cuts=CUTS)
+def test_every_combination_of_valid_fields_is_answered(fields: dict[str, Any], tokens: list[int], cuts: list[int]) -> None:
+    app = make_app(front_of(Teller(tokens, cuts, "length")))
+    body = chat_body("x") | fields
+    whole = ask(app, CHAT, body)
+    events = events_of(app, CHAT, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": len(cuts) > 2}})
+    assert events.pop() == "[DONE]"
+    assert events[-1]["usage"] == whole["usage"] and ("timing" in whole) == bool(fields.get("timing"))
+    for choice in whole["choices"]:
+        assert content(events, choice["index"]) == choice["message"]["content"]
+
+
 def test_one_write_a_step_and_several_tokens_in_it() -> None:
     rig = Rig(says={"greet": "a" * 40}, drafts=3, accept=lambda _id, _at: 3, step_s=0.002)
     app = make_app(rig.front)

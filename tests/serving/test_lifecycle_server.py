@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.process_support import INT, KILL, TERM, Server, Stream, alive, children, server, wait_until
+from tests.serving.process_support import INT, KILL, STOP, TERM, Server, Stream, alive, children, server, wait_until
 
 ENDLESS = {"answer": "abcdefgh ", "repeat": True}
 SLOW = {"default": ENDLESS, "step_ms": 5, "slots": 8}
@@ -86,7 +86,10 @@ def test_a_script_with_an_unknown_key_is_refused_with_its_path(tmp_path: Path) -
     text = '{"tokenizer": "bytes", "rules": [{"contains": "a"}, {"contains": "b", "anwser": "c"}]}'
     done = run("--script", write(tmp_path, text))
     assert done.returncode == 2
-    assert done.stderr == "tradewind: script.json: $.rules[1].anwser is no key that is known there; did you mean 'answer'?\n"
+    assert (
+        done.stderr
+        == "tradewind: script.json: $.rules[1].anwser is no key that is known there; did you mean 'answer'?\n"
+    )
 
 
 def test_keys_names_and_the_queue_limit(tmp_path: Path) -> None:
@@ -165,7 +168,7 @@ def test_a4_with_restart_engine_a_new_one_serves(tmp_path: Path) -> None:
             status, health = made.get("/health")
             assert status == 503 and health["status"] == "dead" and "SIGKILL" in health["error"]
             assert made.complete()[0] == 503
-            wait_until(lambda: made.get("/health")[0] == 200, limit_s=10, what="the new engine")  # noqa: B023
+            wait_until(lambda: made.get("/health")[0] == 200, limit_s=10, what="the new engine")
             assert made.engine_pid != first and not alive(first)
             assert made.complete()[1]["choices"][0]["text"].startswith("abcdefgh ")
             assert len(made.said("the new engine serves")) == round_ + 1
@@ -193,7 +196,10 @@ def test_a_failed_row_is_a_500_and_nobody_elses_matter(tmp_path: Path) -> None:
 
 def test_a5_a_stalled_step_is_dumped_and_health_says_so_until_it_goes_on(tmp_path: Path) -> None:
     stall = [{"at_step": 30, "do": "stall", "seconds": 2.5}]
-    with server(tmp_path, "--stall-timeout", "0.5", **SLOW, faults=stall) as made, Stream(made, max_tokens=60) as stream:
+    with (
+        server(tmp_path, "--stall-timeout", "0.5", **SLOW, faults=stall) as made,
+        Stream(made, max_tokens=60) as stream,
+    ):
         stream.events(5)
         wait_until(lambda: made.get("/health")[0] == 503, limit_s=2, what="the 503")
         assert made.get("/health")[1]["status"] == "stalled"
@@ -249,6 +255,18 @@ def test_a7_what_is_not_done_in_time_is_cut(tmp_path: Path) -> None:
         stream.rest()
         assert made.wait(4) == 1 and made.said("the time to drain is over: 1 open requests are cut")
         assert stream.finish != "length"
+
+
+def test_a_signal_while_a_new_engine_starts_ends_at_once(tmp_path: Path) -> None:
+    with server(tmp_path, "--restart-engine", **SLOW) as made:
+        os.kill(made.engine_pid, KILL)
+        wait_until(lambda: made.said("a new engine is started in"), limit_s=5)
+        new: list[int] = []
+        wait_until(lambda: new.extend(children(made.process.pid)) or new, limit_s=5, what="the new engine's process")
+        os.kill(new[0], STOP)  # a start that takes very long
+        made.signal(TERM)
+        assert made.wait(4) == 0
+        assert not alive(new[0]) and "Traceback" not in made.log
 
 
 def test_an_idle_server_ends_at_once_on_a_signal(tmp_path: Path) -> None:

@@ -243,6 +243,8 @@ def test_a_call_cut_inside_is_incomplete_and_nothing_is_added(reason: str) -> No
 
 def test_a_call_cut_before_it_is_one_is_content() -> None:
     assert run("hermes", 'Well <tool_call>{"name": "f', reason="length") == [Content('Well <tool_call>{"name": "f')]
+    text = "[f(a='<think>"
+    assert run("llama3_pythonic", text, reason="length", reasoning=THINK, tools={"f": {}}) == [Content(text)]
 
 
 def test_a_call_whose_arguments_are_whole_is_complete_when_cut() -> None:

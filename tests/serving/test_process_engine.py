@@ -22,6 +22,7 @@ from tradewind.contract.errors import EngineDeadError, LimitError, RequestError
 from tradewind.contract.events import Arrived, Scheduled, StepDone, TokensOut
 from tradewind.contract.request import SamplingParams
 from tradewind.engine.columns import spelled_out
+from tradewind.engine.wire import Drain
 
 LONG = {"answer": "x", "repeat": True}
 FULL = {"default": LONG, "slots": 16, "pages": 256}
@@ -195,6 +196,25 @@ def test_close_ends_open_requests_with_abort() -> None:
         assert {handle.result().finish for handle in handles} == {"abort"}
 
 
+def test_drain_finishes_what_is_open_and_ends_the_process() -> None:
+    with engine(default={"answer": "z" * 40}, step_ms=2, slots=4) as made:
+        client = made.client.start()
+        handles = [client.submit(request(f"r{i}")) for i in range(10)]
+        made.link.send(Drain())
+        assert {handle.result().finish for handle in handles} == {"stop"}
+        assert made.process.wait(5) == 0
+
+
+def test_close_does_not_wait_for_a_step_that_hangs() -> None:
+    with engine(**FULL, faults=[{"at_step": 3, "do": "stall", "seconds": 60}]) as made:
+        handle = made.client.start().submit(request("a"))
+        time.sleep(0.2)
+        began_s = time.monotonic()
+        made.close()
+        assert time.monotonic() - began_s < 4
+        assert handle.result().finish == "error"
+
+
 # -- the engine's end ----------------------------------------------------------------------------------------------------
 
 
@@ -215,10 +235,14 @@ def test_a4_kill_9_of_the_engine_ends_every_open_request_within_5_s() -> None:
 
 @pytest.mark.parametrize(
     ("do", "why", "code"),
-    [("die", "the scripted device died", 1), ("bug", "RuntimeError: a scripted bug", 1), ("exit", "the engine process ended", 3)],
+    [
+        ("die", "the scripted device died", 1),
+        ("bug", "RuntimeError: a scripted bug", 1),
+        ("exit", "the engine process ended", 3),
+    ],
 )
 def test_a_dead_engine_says_why(do: str, why: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with engine(**FULL, faults=[{"at_step": 5, "do": do}]) as made:
+    with engine(**FULL, step_ms=20, faults=[{"at_step": 10, "do": do}]) as made:
         client = made.client.start()
         handles = [client.submit(request(f"r{i}", max_tokens=300)) for i in range(3)]
         for handle in handles:
@@ -322,7 +346,9 @@ def test_memory_is_flat_over_20000_requests() -> None:
         def some(count: int) -> None:
             nonlocal number
             for _ in range(count // 200):
-                handles = [client.submit(request(f"r{(number := number + 1)}", f"p{number}"), stream=False) for _ in range(200)]
+                handles = [
+                    client.submit(request(f"r{(number := number + 1)}", f"p{number}"), stream=False) for _ in range(200)
+                ]
                 assert all(handle.result().finish == "stop" for handle in handles)
 
         some(6000)  # tables and caches of fixed size fill up

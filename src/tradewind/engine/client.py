@@ -213,12 +213,12 @@ class Client:
         handles = self._handles
         for report in reports:
             if isinstance(report, StepTokens):
-                for place, (request_id, token) in enumerate(zip(report.ids, report.tokens.tolist(), strict=True)):
-                    handle = handles.get(request_id)
+                for event in report.each():
+                    handle = handles.get(event.request_id)
                     if handle is not None:
-                        handle.tokens.append(token)
+                        handle.tokens += event.tokens
                         if handle.stream:
-                            self._push(handle, report.one(place), waking)
+                            self._push(handle, event, waking)
             elif isinstance(report, TokensOut):
                 handle = handles.get(report.request_id)
                 if handle is None:

@@ -69,7 +69,9 @@ class RemoteClient(Client):
         # Never asked for a page: it only knows how large the real one is.
         self._cache = KVCache(groups=ready.cache.groups, pages=ready.cache.pages, prefix_cache=ready.cache.prefix_cache)
         self._burst = ready.schedule.max_tokens_per_step * ready.schedule.steps_in_flight
-        self._stats = EngineStats(pages_used=(0,) * len(ready.cache.pages), pages_total=tuple(n - 1 for n in ready.cache.pages))
+        self._stats = EngineStats(
+            pages_used=(0,) * len(ready.cache.pages), pages_total=tuple(n - 1 for n in ready.cache.pages)
+        )
         self._heard_s = self._busy_since_s = time.monotonic()
         self._scheduled: OrderedDict[str, float] = OrderedDict()
         self._reason: str | None = None
@@ -201,9 +203,7 @@ class RemoteClient(Client):
     def _check(self, request: Request) -> None:
         if self._closed is not None:
             raise EngineDeadError(self._closed)
-        check_fits(
-            request, cache=self._cache, max_context=self.ready.schedule.max_context, burst_tokens=self._burst
-        )
+        check_fits(request, cache=self._cache, max_context=self.ready.schedule.max_context, burst_tokens=self._burst)
         if not self._handles:
             self._busy_since_s = time.monotonic()
 

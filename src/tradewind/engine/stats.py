@@ -92,7 +92,9 @@ def describe(loop: EngineLoop) -> str:
     scheduler = loop.scheduler
     now = time.monotonic()
     doing, since_s = loop.doing
-    lines = [f"the loop is in '{doing}' for {now - since_s:.1f} s; {scheduler.flying} steps are flying, {loop.inbox} orders wait"]
+    lines = [
+        f"the loop is in '{doing}' for {now - since_s:.1f} s; {scheduler.flying} steps are flying, {loop.inbox} orders wait"
+    ]
     if loop.dead is not None:
         lines.append(f"the loop is dead: {loop.dead}")
     cache = scheduler.cache
@@ -108,7 +110,9 @@ def describe(loop: EngineLoop) -> str:
     slots = scheduler.schedule.max_running
     total = sum(map(len, by_state.values()))
     states = ", ".join(f"{len(found)} {state}" for state, found in sorted(by_state.items()))
-    lines.append(f"sequences: {total}" + (f" ({states})" if states else "") + f"; {scheduler.running} of {slots} slots in use")
+    lines.append(
+        f"sequences: {total}" + (f" ({states})" if states else "") + f"; {scheduler.running} of {slots} slots in use"
+    )
     for state, found in sorted(by_state.items()):
         for sequence in found[:SHOWN]:
             blocked = f" on {sequence.waits_on.id}" if sequence.waits_on is not None else ""

@@ -7,7 +7,7 @@ Knows: what may cross and how it is framed. Refuses to know: who starts whom, an
 
       on the socket      | length, 4 bytes | msgpack | length | msgpack | ...
 
-The end of the stream is a message too: it tells the engine that the front is gone, whatever killed it, and the front the same of the engine.
+The end of the stream is a message too: it tells the engine that the front is gone, whatever killed it, and the front that the engine is.
 """
 
 from __future__ import annotations

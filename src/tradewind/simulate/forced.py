@@ -78,7 +78,9 @@ class ForcedExecutor:
         faults = self._by_step.pop(step.number, [])
         special = np.flatnonzero(self._special[slot])
         for place in special.tolist():
-            self._special_row(step, place, int(first[place]), tokens[offset[place] : offset[place + 1]], logprobs, failed, faults)
+            self._special_row(
+                step, place, int(first[place]), tokens[offset[place] : offset[place + 1]], logprobs, failed, faults
+            )
         if failed:
             keep = ~np.isin(row, list(failed))
             number[list(failed)] = 0
@@ -144,7 +146,9 @@ class ForcedExecutor:
         length = self._length[slot]
         inside = at < length
         place = np.where(self._repeats[slot], at % np.maximum(length, 1), np.where(inside, at, 0))
-        return np.where(inside | self._repeats[slot], self._table[slot, place], np.int32(self._end_token)).astype(np.int32)
+        return np.where(inside | self._repeats[slot], self._table[slot, place], np.int32(self._end_token)).astype(
+            np.int32
+        )
 
     def _special_row(
         self,
@@ -173,7 +177,8 @@ class ForcedExecutor:
         prompt: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
             sampled = tuple(
-                self._spoken(token, sampling.logprobs, said, first + index) for index, token in enumerate(tokens.tolist())
+                self._spoken(token, sampling.logprobs, said, first + index)
+                for index, token in enumerate(tokens.tolist())
             )
         if sampling.prompt_logprobs is not None and step.wants[place] in (Wants.ALL, Wants.ALL_NO_SAMPLE):
             start = int(step.start[place])
@@ -191,11 +196,9 @@ class ForcedExecutor:
             given = said.logprobs[at] if at < len(said.logprobs) else ()
         if not given:
             given = [((token + i) % self._vocab_size, MADE_UP_LOGPROB - i) for i in range(max(1, wanted))]
-        for rank, (other, logprob) in enumerate(given, 1):
-            if other == token:
-                break
-        else:
-            rank, logprob = len(given) + 1, given[-1][1] - 1.0
+        # A token that is not among the given ones is one place and one unit behind the last of them.
+        rank = next((place for place, (other, _) in enumerate(given, 1) if other == token), len(given) + 1)
+        logprob = given[rank - 1][1] if rank <= len(given) else given[-1][1] - 1.0
         best = given[:wanted]
         return TokenLogprobs(
             token=token,

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -155,7 +156,9 @@ def _check_drafts(drafts: Drafts, name: str) -> None:
     if not 1 <= drafts.per_row <= 32:
         raise UserError(f"{name}: $.drafts.per_row is {drafts.per_row}; it must be from 1 to 32")
     if not drafts.accepted or not all(0 <= right <= drafts.per_row for right in drafts.accepted):
-        raise UserError(f"{name}: $.drafts.accepted must be a list of numbers from 0 to per_row, which is {drafts.per_row}")
+        raise UserError(
+            f"{name}: $.drafts.accepted must be a list of numbers from 0 to per_row, which is {drafts.per_row}"
+        )
 
 
 def _check_says(says: Says, where: str) -> None:
@@ -166,11 +169,13 @@ def _check_says(says: Says, where: str) -> None:
     for place, best in enumerate(says.logprobs):
         if not best:
             raise UserError(f"{where}.logprobs[{place}] is empty; it needs at least one token")
-        if any(not logprob <= 0 for _, logprob in best) or any(a[1] < b[1] for a, b in zip(best, best[1:], strict=False)):
+        if any(not logprob <= 0 for _, logprob in best) or any(a[1] < b[1] for a, b in pairwise(best)):
             raise UserError(f"{where}.logprobs[{place}] must be at most 0 and sorted, best first")
     for place, fault in enumerate(says.faults):
         if fault.at_token is None or fault.at_token < 0 or fault.at_step is not None:
-            raise UserError(f"{where}.faults[{place}] needs at_token, from 0 on, and no at_step, which belongs at the file's top")
+            raise UserError(
+                f"{where}.faults[{place}] needs at_token, from 0 on, and no at_step, which belongs at the file's top"
+            )
         _check_seconds(fault, f"{where}.faults[{place}]")
 
 
@@ -185,7 +190,14 @@ def _spoken(message: str) -> str:
     path = path.strip("`") or "$"
     found = re.match(r"Object contains unknown field `(.*)`", what)
     if found:
-        known = sorted({*ScriptFile.__struct_fields__, *Rule.__struct_fields__, *Fault.__struct_fields__, *Drafts.__struct_fields__})
+        known = sorted(
+            {
+                *ScriptFile.__struct_fields__,
+                *Rule.__struct_fields__,
+                *Fault.__struct_fields__,
+                *Drafts.__struct_fields__,
+            }
+        )
         close = get_close_matches(found[1], known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return f"{path}.{found[1]} is no key that is known there{hint}"
@@ -247,7 +259,9 @@ class Answers:
         def one_token(text: str) -> int:
             ids = encode(text)
             if len(ids) != 1:
-                raise UserError(f"{name}: {text!r} in logprobs is {len(ids)} tokens of this tokenizer; give one token, or its id")
+                raise UserError(
+                    f"{name}: {text!r} in logprobs is {len(ids)} tokens of this tokenizer; give one token, or its id"
+                )
             return ids[0]
 
         def forced(says: Says, where: str) -> Forced:

@@ -13,6 +13,8 @@ import msgspec
 from tradewind.serving.http import answers, types
 
 VERSION = "1.0"
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}, "required": ["data"]}
+"""One server-sent event; `data` is JSON, or [DONE]."""
 
 
 class Described(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,7 @@ def _operation(one: Described, by_kind: dict[type, Any], *, keys: bool) -> dict[
     else:
         success["application/json"] = {"schema": {"type": "object"}}
     if one.streams:
-        success["text/event-stream"] = {"schema": {"type": "string"}}
+        success["text/event-stream"] = {"schema": EVENT}
     answers_: dict[str, Any] = (
         {} if one.path == "/v1/embeddings" else {"200": {"description": "The answer", "content": success}}
     )

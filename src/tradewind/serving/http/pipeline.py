@@ -120,7 +120,7 @@ class Voice:
             spoken = tokens
         elif finish is not None:
             tail = self._stream.finish(finish)
-            pass
+            text += tail.text
             if tail.stop is not None:
                 finish, stop = "stop", tail.stop
         self.tokens += used

@@ -169,13 +169,16 @@ class Machine:
         if self._finished:
             return []
         pieces = self._run()
-        while not self._open and self._raw:
-            if self._calls and "".join((*self._raw, self._buffer[self._at :])).strip(SPACE) in ("", ",", ";"):
-                self._raw.clear()  # what separates calls, with no call after it
-                self._state = self._nothing
-                break
-            self._give_back()
-            pieces += self._run()
+        if not self._open and self._raw:
+            # A call that was cut before it was one is content as it stands: markers in its strings are no markers.
+            text = "".join((*self._raw, self._buffer[self._at :]))
+            if not self._calls or text.strip(SPACE) not in (
+                "",
+                ",",
+                ";",
+            ):  # those separate calls, with no call after them
+                self._say(text)
+            self._state, self._at = self._nothing, len(self._buffer)
         rest = self._buffer[self._at :]
         if self._open:
             self._end(complete=False, why="cut")

@@ -158,7 +158,7 @@ namespace {
 #if TW_LEVEL == 2
 constexpr int LINES = 6, BLOCKS = 4, VECS = 4;
 #elif TW_LEVEL == 1
-constexpr int LINES = 3, BLOCKS = 2, VECS = 2;
+constexpr int LINES = 6, BLOCKS = 1, VECS = 1;
 #else
 constexpr int LINES = 2, BLOCKS = 1, VECS = 1;
 #endif
@@ -175,15 +175,15 @@ TW_INLINE void ask(const Stored* next, int64_t at) {
 template <class Format, int L, int B>
 void scores_tile(const float* q, int64_t dim, const typename Format::Stored* const* keys, const typename Format::Stored* const* next,
                  float* s) {
-    Vec acc[L][B];
+    Wide acc[L][B];
     for (int l = 0; l < L; ++l)
-        for (int b = 0; b < B; ++b) acc[l][b] = splat(0);
+        for (int b = 0; b < B; ++b) acc[l][b] = wide_splat(0);
     auto step = [&](int64_t d) __attribute__((always_inline)) {
-        Vec key[B];
-        for (int b = 0; b < B; ++b) key[b] = Format::load16(keys[b] + d * BLOCK);
+        Wide key[B];
+        for (int b = 0; b < B; ++b) key[b] = wide_load<Format>(keys[b] + d * BLOCK);
         for (int l = 0; l < L; ++l) {
-            Vec x = splat(q[l * dim + d]);
-            for (int b = 0; b < B; ++b) acc[l][b] = fma(x, key[b], acc[l][b]);
+            Wide x = wide_splat(q[l * dim + d]);
+            for (int b = 0; b < B; ++b) acc[l][b] = wide_fma(x, key[b], acc[l][b]);
         }
     };
     if (next) {
@@ -196,7 +196,7 @@ void scores_tile(const float* q, int64_t dim, const typename Format::Stored* con
         for (int64_t d = 0; d < dim; ++d) step(d);
     }
     for (int l = 0; l < L; ++l)
-        for (int b = 0; b < B; ++b) store(s + l * PART + b * BLOCK, acc[l][b]);
+        for (int b = 0; b < B; ++b) wide_store(s + l * PART + b * BLOCK, acc[l][b]);
 }
 template <class Format, int L>
 void scores_lines(const float* q, int64_t dim, const typename Format::Stored* const* keys, const typename Format::Stored* const* next,
@@ -222,22 +222,22 @@ void scores_lines(const float* q, int64_t dim, const typename Format::Stored* co
 template <class Format, int L, int N>
 void values_tile(const float* p, const typename Format::Stored* const* values, const typename Format::Stored* const* next, int64_t begin,
                  int64_t end, int64_t dim, float* acc) {
-    Vec sum[L][N];
+    Wide sum[L][N];
     for (int l = 0; l < L; ++l)
-        for (int n = 0; n < N; ++n) sum[l][n] = load(acc + l * dim + n * W);
+        for (int n = 0; n < N; ++n) sum[l][n] = wide_load<F32>(acc + l * dim + n * W);
     for (int64_t key = begin; key < end; ++key) {
         const typename Format::Stored* from = values[key / BLOCK] + key % BLOCK * dim;
         if (next)
             for (int n = 0; n < N; n += 2) ask(next[key / BLOCK], key % BLOCK * dim + n * W);
-        Vec value[N];
-        for (int n = 0; n < N; ++n) value[n] = Format::load16(from + n * W);
+        Wide value[N];
+        for (int n = 0; n < N; ++n) value[n] = wide_load<Format>(from + n * W);
         for (int l = 0; l < L; ++l) {
-            Vec x = splat(p[l * PART + key]);
-            for (int n = 0; n < N; ++n) sum[l][n] = fma(x, value[n], sum[l][n]);
+            Wide x = wide_splat(p[l * PART + key]);
+            for (int n = 0; n < N; ++n) sum[l][n] = wide_fma(x, value[n], sum[l][n]);
         }
     }
     for (int l = 0; l < L; ++l)
-        for (int n = 0; n < N; ++n) store(acc + l * dim + n * W, sum[l][n]);
+        for (int n = 0; n < N; ++n) wide_store(acc + l * dim + n * W, sum[l][n]);
 }
 template <class Format, int L>
 void values_lines(const float* p, const typename Format::Stored* const* values, const typename Format::Stored* const* next, int64_t begin,
@@ -389,8 +389,8 @@ struct Work {
                     widened[b] = wide + (b < blocks ? b : 0) * BLOCK * dim;
                     for (int64_t i = 0; b < blocks && i < BLOCK * dim; i += 2 * W) {
                         if (asked) ask(asked[b], i);
-                        store(wide + b * BLOCK * dim + i, Format::load16(at[b] + i));
-                        store(wide + b * BLOCK * dim + i + W, Format::load16(at[b] + i + W));
+                        wide_store(wide + b * BLOCK * dim + i, wide_load<Format>(at[b] + i));
+                        wide_store(wide + b * BLOCK * dim + i + W, wide_load<Format>(at[b] + i + W));
                     }
                 }
                 return span<Keys, F32>(widened, nullptr, base, block, blocks, line_begin, line_end);

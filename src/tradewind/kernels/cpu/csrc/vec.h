@@ -25,6 +25,14 @@ TW_INLINE IVec load_int(const int32_t* p) { return *reinterpret_cast<const Loose
 TW_INLINE Vec splat(float x) {
 #if TW_LEVEL == 2
     return (Vec)_mm512_set1_ps(x);
+#elif TW_LEVEL == 1
+    if (__builtin_constant_p(x)) return Vec{} + x;
+    union {
+        __m256 half[2];
+        Vec whole;
+    } u;
+    u.half[0] = u.half[1] = _mm256_set1_ps(x);
+    return u.whole;
 #else
     return Vec{} + x;
 #endif
@@ -167,6 +175,65 @@ struct BF16 {
     }
     static TW_INLINE uint16_t put(float x) { return float_to_bf16(x); }
 };
+
+// ------------------------------------------------------------------------------------------------------- in registers
+//
+// A Vec that is wider than a register lives in memory between operations (GCC 12). Wide is the same sixteen floats as a struct of
+// registers, for the loops where that counts.
+#if TW_LEVEL == 2
+typedef Vec Wide;
+TW_INLINE Wide wide_splat(float x) { return splat(x); }
+TW_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return fma(a, b, c); }
+template <class Format>
+TW_INLINE Wide wide_load(const typename Format::Stored* p) { return Format::load16(p); }
+TW_INLINE void wide_store(float* p, Wide v) { store(p, v); }
+#else
+constexpr int PIECES = TW_LEVEL == 1 ? 2 : 4, LANES_EACH = W / PIECES;
+typedef float Register __attribute__((vector_size(LANES_EACH * 4)));
+typedef float LooseRegister __attribute__((vector_size(LANES_EACH * 4), aligned(4), may_alias));
+typedef uint32_t URegister __attribute__((vector_size(LANES_EACH * 4)));
+typedef uint16_t LooseHalves __attribute__((vector_size(LANES_EACH * 2), aligned(2), may_alias));
+struct Wide {
+    Register r[PIECES];
+};
+TW_INLINE Wide wide_splat(float x) {
+    Wide v;
+    for (int i = 0; i < PIECES; ++i) v.r[i] = Register{} + x;
+    return v;
+}
+TW_INLINE Wide wide_fma(Wide a, Wide b, Wide c) {
+    for (int i = 0; i < PIECES; ++i)
+#if TW_LEVEL == 1
+        c.r[i] = (Register)_mm256_fmadd_ps((__m256)a.r[i], (__m256)b.r[i], (__m256)c.r[i]);
+#else
+        c.r[i] = a.r[i] * b.r[i] + c.r[i];
+#endif
+    return c;
+}
+TW_INLINE Register load_register(F32*, const float* p) { return *reinterpret_cast<const LooseRegister*>(p); }
+TW_INLINE Register load_register(BF16*, const uint16_t* p) {
+    return (Register)(__builtin_convertvector(*reinterpret_cast<const LooseHalves*>(p), URegister) << 16);
+}
+TW_INLINE Register load_register(F16*, const uint16_t* p) {
+#if TW_LEVEL == 1
+    return (Register)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+    URegister h = __builtin_convertvector(*reinterpret_cast<const LooseHalves*>(p), URegister);
+    URegister u = (URegister)((Register)((h & 0x7fff) << 13) * 0x1p112f);
+    URegister infinite = (URegister)((h & 0x7c00) == 0x7c00);
+    return (Register)(u | (infinite & 0x7f800000u) | (h & 0x8000) << 16);
+#endif
+}
+template <class Format>
+TW_INLINE Wide wide_load(const typename Format::Stored* p) {
+    Wide v;
+    for (int i = 0; i < PIECES; ++i) v.r[i] = load_register((Format*)nullptr, p + i * LANES_EACH);
+    return v;
+}
+TW_INLINE void wide_store(float* p, Wide v) {
+    for (int i = 0; i < PIECES; ++i) *reinterpret_cast<LooseRegister*>(p + i * LANES_EACH) = v.r[i];
+}
+#endif
 
 // ------------------------------------------------------------------------------------------------------------ functions
 
