@@ -11,13 +11,14 @@ runs the op on enough different buffers to defeat the L2 cache. `--shards n` com
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -85,7 +86,8 @@ class Case:
     flops: float = 0.0
     error: Callable[[], float] | None = None
     tolerance: float = 1e-2
-    keep: list = field(default_factory=list)
+    before: Callable[[], None] | None = None
+    """Runs between the first, compiling call and the timed ones."""
 
 
 @dataclass
@@ -176,6 +178,18 @@ def graph_us(calls: list[Callable[[], None]], *, budget_ms: float = 40.0) -> flo
     return statistics.median(timed(replays) for _ in range(5)) * 1e3 / len(calls)
 
 
+def set_carveout(percent: int) -> None:
+    """Asks the driver for a split of shared memory and L1 for every kernel compiled so far; -1: as it likes. An experiment: a multiprocessor
+    must be empty to change its split, so kernels that want different ones cannot overlap."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    for module in (decode, elementwise, norm, prefill, rope, skinny, step, sampling):
+        for item in vars(module).values():
+            for cache in getattr(item, "device_caches", {}).values():
+                for kernel in cache[0].values():
+                    if kernel.module is not None:
+                        assert cuda.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), 9, percent) == 0
+
+
 def ceilings() -> dict[str, float]:
     """Copy and read bandwidth in bytes/s, bf16 and fp8 matmul in FLOP/s, measured now."""
     x, y = torch.randn(2**31, device="cuda"), torch.empty(2**31, device="cuda")  # 8.6 GB each
@@ -201,8 +215,8 @@ def ceilings() -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------------------- cases
 
 GEMV = [
-    GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 8), GemvConfig(2, 1024, 2), GemvConfig(2, 2048, 4), GemvConfig(2, 4096, 8),
-    GemvConfig(1, 2048, 2), GemvConfig(4, 512, 2), GemvConfig(4, 1024, 2), GemvConfig(4, 2048, 4), GemvConfig(4, 4096, 8),
+    GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 8), GemvConfig(2, 1024, 2), GemvConfig(2, 2048, 4), GemvConfig(2, 4096, 8), GemvConfig(1, 2048, 2),
+    GemvConfig(1, 4096, 4), GemvConfig(4, 512, 2), GemvConfig(8, 512, 4), GemvConfig(8, 1024, 8), GemvConfig(8, 512, 2), GemvConfig(16, 256, 4),
 ]  # fmt: skip
 """Candidates of one input row."""
 TILES = {
@@ -285,8 +299,6 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                         yield Case("skinny", name, "cublas, no epilogue", calls, bytes=amount)
                     for config in configs:
                         if isinstance(config, GemvConfig) and config.block_k > 2 * depth:
-                            continue
-                        if isinstance(config, GemvConfig) and fp8 and config.block_k < 512 * config.warps:
                             continue
                         if isinstance(config, TileConfig) and (depth // config.bk < config.split or depth % (config.bk * config.split)):
                             continue
@@ -401,7 +413,10 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
             bare = [lambda i=i, linear=linear: linear(i, False) for i in range(count)]
             name = f"{model.name} qkv + attention ctx={context}"
             yield Case("chain", name, "qkv alone", bare)
-            for split, block_n, warps, stages in ((8, 64, 4, 2), (16, 64, 4, 2), (16, 32, 2, 2), (32, 32, 2, 2), (4, 64, 4, 2), (4, 128, 8, 2), (8, 128, 8, 2), (8, 32, 2, 2), (16, 64, 8, 2)):
+            for split, block_n, warps, stages in (
+                (1, 128, 8, 2), (1, 64, 4, 3), (2, 128, 8, 2), (2, 128, 4, 2), (4, 64, 4, 2), (4, 64, 2, 2), (8, 32, 2, 2), (8, 32, 1, 2), (8, 64, 2, 2),
+                (16, 16, 1, 2), (16, 32, 1, 2), (16, 64, 4, 2), (32, 32, 2, 2), (32, 32, 1, 2),
+            ):  # fmt: skip
                 config = DecodeConfig(split, block_n, warps, stages)
                 work = bench.empty(decode.decode_workspace_floats(1, heads=model.heads, head_dim=model.head_dim, splits=split), dtype=F32)
                 arrived = bench.zeros(model.kv_heads)
@@ -415,8 +430,12 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
                     else:
                         decode.paged_decode(qkv, k, v, angles=angles, q_weight=weights[0], k_weight=weights[1], eps=1e-6, early=mode == "early", **common)
 
-                for mode in ("early", "fused") if split < 32 else ("early",):
+                for mode in ("early", "fused") if split in (1, 4, 16) and warps > 1 else ("early",):
                     yield Case("chain", name, f"{mode} {tag(config)}", [lambda i=i, m=mode, attend=attend: attend(i, m) for i in range(count)])
+            for percent in (100, 30):
+                before = lambda percent=percent: set_carveout(percent)  # noqa: E731
+                yield Case("chain", name, f"early, carve-out {percent}", [lambda i=i, attend=attend: attend(i, "early") for i in range(count)], before=before)
+                yield Case("chain", name, f"qkv alone, carve-out {percent}", bare, before=before)
             yield Case("chain", name, "apart", [lambda i=i, attend=attend: attend(i, "apart") for i in range(count)])
 
 
@@ -563,6 +582,7 @@ class DecodeStep:
         self.bench, self.model, self.rows, self.path, self.fp8, self.config, self.page = bench, model, rows, path, fp8, config, page
         m, e, f = model, model.hidden, model.intermediate
         q = m.heads * m.head_dim
+        self.early = True
         self.layers = []
         depth = 1 if bench.dry else m.layers
         for _ in range(depth):
@@ -597,9 +617,13 @@ class DecodeStep:
         splits = config["decode"].splits
         self.part = bench.empty(decode.decode_workspace_floats(rows, heads=m.heads, head_dim=m.head_dim, splits=splits), dtype=F32)
         self.arrived = bench.zeros(rows * m.kv_heads)
-        tiles = [c for c in config.values() if isinstance(c, TileConfig)]
-        need = max([skinny.workspace_floats(n, config=c, gated=True) for c in tiles for n in (m.qkv, e, f)], default=1)
+        need = max(skinny.workspace_floats(n, config=TileConfig(64 if rows > 16 else 16, 64, 128, 4, 4, 4), gated=True) for n in (m.qkv, e, f))
         self.tile_work, self.tile_arrived = bench.empty(need, dtype=F32), bench.zeros(max(m.qkv, e, f) // 8)
+
+    def grow(self, splits: int) -> None:
+        """Workspace for that many splits."""
+        m = self.model
+        self.part = self.bench.empty(decode.decode_workspace_floats(self.rows, heads=m.heads, head_dim=m.head_dim, splits=splits), dtype=F32)
 
     def run(self, *, pdl: bool = True, fuse_rope: bool = True) -> None:
         """One decode step, tokens in self.ids to tokens in self.sampled."""
@@ -616,7 +640,7 @@ class DecodeStep:
         }  # fmt: skip
         k, v = self.k[index], self.v[index]
         if fuse_rope:
-            early = pdl and self.path == "fused"
+            early = pdl and self.path == "fused" and self.early
             decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **common)
             return
         rope.rope_store(
@@ -632,9 +656,9 @@ class DecodeStep:
                 arrived=self.tile_arrived, pdl=pdl, **more,
             )  # fmt: skip
 
-        def normed(gain, *, quantise):
-            """Input and options of a matmul behind a norm: one row folds the norm in, more rows have it apart."""
-            if self.rows == 1:
+        def normed(name, gain, *, quantise):
+            """Input and options of a matmul behind a norm: a GEMV folds the norm in, tiles have it apart."""
+            if isinstance(self.config[name], GemvConfig):
                 return self.x, {"norm": gain}
             if quantise:
                 norm.add_rms_norm(self.x, None, gain, eps=1e-5, out=self.normed8, scale=self.token_scale, pdl=pdl)
@@ -643,14 +667,14 @@ class DecodeStep:
             return self.normed, {}
 
         for index, layer in enumerate(self.layers):
-            x, more = normed(layer["norms"][0], quantise=self.fp8)
-            linear("qkv", x, layer["qkv"], self.qkv, late=True, **more)
+            x, more = normed("qkv", layer["norms"][0], quantise=self.fp8)
+            linear("qkv", x, layer["qkv"], self.qkv, late=self.early, **more)
             self._attention(layer, index, pdl, fuse_rope)
             linear("o", self.attended, layer["o"], self.x, residual=self.x)
-            x, more = normed(layer["norms"][1], quantise=self.fp8)
+            x, more = normed("gate_up", layer["norms"][1], quantise=self.fp8)
             linear("gate_up", x, layer["gate_up"], self.inner, gated=True, **more)
             linear("down", self.inner, layer["down"], self.x, residual=self.x)
-        x, more = normed(self.final_norm, quantise=False)
+        x, more = normed("head", self.final_norm, quantise=False)
         linear("head", x, (self.head, None), self.logits, **more)
 
     def _matmul(self, pdl: bool, fuse_rope: bool) -> None:
@@ -718,16 +742,17 @@ class DecodeStep:
 def gemv_choice(model: Shape, fp8: bool, variant: int) -> dict:
     """GEMV constants of a whole step: variant picks one of a few sets."""
     small, middle, large = GemvConfig(4, 1024, 4), GemvConfig(2, 2048, 4), GemvConfig(4, 2048, 8)
-    deep = GemvConfig(2, 4096, 8)
+    deep, eight = GemvConfig(2, 4096, 8), GemvConfig(8, 512, 4)
     head = small if model.hidden == 1024 else large
     if fp8:
-        sets = [(GemvConfig(4, 1024, 2), GemvConfig(4, 1024, 2), middle, middle), (GemvConfig(4, 2048, 4),) * 4, (middle,) * 4]
+        whole = TileConfig(16, 128, 128, 1, 4, 3)
+        sets = [(GemvConfig(4, 512, 2), eight, middle, eight), (small, eight, whole, eight), (TileConfig(16, 64, 256, 4, 4, 3), eight, whole, eight)]
     elif model.hidden == 1024:
-        sets = [(small, deep, GemvConfig(2, 1024, 2), large), (small, middle, small, middle), (small, small, small, small)]
+        sets = [(small, deep, GemvConfig(2, 1024, 2), large), (small, middle, small, middle), (small, GemvConfig(1, 2048, 2), GemvConfig(2, 1024, 2), middle)]
     elif model.hidden == 2048:
-        sets = [(small, large, middle, GemvConfig(2, 1024, 2)), (large, large, middle, middle), (small, small, small, small)]
+        sets = [(small, large, middle, GemvConfig(2, 1024, 2)), (large, large, middle, middle), (small, middle, middle, middle)]
     else:
-        sets = [(large, large, deep, middle), (large, large, middle, middle), (middle, middle, deep, large)]
+        sets = [(large, large, deep, middle), (small, small, GemvConfig(4, 512, 2), middle), (middle, middle, deep, large)]
     return dict(zip(("qkv", "o", "gate_up", "down"), sets[variant], strict=True)) | {"head": head}
 
 
@@ -753,6 +778,17 @@ def step_cases(bench: Bench, *, models: list[str], quick: bool) -> Iterator[tupl
                     made.config = configs | gemv_choice(model, fp8, variant)
                     yield made, f"fused gemv {variant}", {}, context
                 made.config = configs | gemv_choice(model, fp8, 0)
+                if not quick:
+                    for form in ((8, 32, 2, 2), (4, 64, 4, 2), (1, 128, 8, 2), (16, 32, 1, 2)) if context == 256 else ((32, 32, 2, 2), (32, 32, 1, 2)):
+                        made.config["decode"] = DecodeConfig(*form)
+                        made.grow(form[0])
+                        yield made, f"fused gemv 0, {tag(made.config['decode'])}", {}, context
+                    made.config["decode"] = configs["decode"]
+                    made.early = False
+                    yield made, "fused gemv 0, not early", {}, context
+                    made.early = True
+                    yield made, "fused gemv 0, carve-out 100", {"carveout": 100}, context
+                    yield made, "fused gemv 0, carve-out 30", {"carveout": 30}, context
                 if context == 256:
                     yield made, "fused gemv 0, rope apart", {"fuse_rope": False}, context
                     yield made, "fused gemv 0, no pdl", {"pdl": False}, context
@@ -810,7 +846,12 @@ def measured(case: Case, limits: dict[str, float]) -> Result:
         if case.error is not None:
             error = case.error()
             torch.cuda.synchronize()
+        if case.before is not None:
+            case.calls[0]()
+            case.before()
         us = graph_us(case.calls)
+        if case.before is not None:
+            set_carveout(-1)
     except Exception as problem:
         return Result(case.group, case.op, case.candidate, 0.0, 0.0, 0.0, 0.0, error, f"{type(problem).__name__}: {str(problem)[:200]}")
     rate, speed = case.bytes / us / 1e-6, case.flops / us / 1e-6
@@ -856,7 +897,7 @@ def main() -> None:
         if "steps" in groups:
             for index, (made, _, options, _) in enumerate(step_cases(bench, models=models, quick=args.quick)):
                 if args.shard is None or index % args.shards == args.shard:
-                    made.run(**options)
+                    made.run(**{k: v for k, v in options.items() if k != "carveout"})
         print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
         return
 
@@ -890,6 +931,7 @@ def main() -> None:
         previous = None
         for made, candidate, options, context in step_cases(bench, models=models, quick=args.quick):
             name = made.model.name + (" fp8" if made.fp8 else "")
+            carveout = options.pop("carveout", None)
             row = {"model": name, "rows": made.rows, "context": context, "candidate": candidate}
             try:
                 if made.rows <= 8:
@@ -898,11 +940,15 @@ def main() -> None:
                     made.run(**options)
                     row["error"] = difference(made.logits, truth)
                     row["same_token"] = bool((made.sampled.long() == made.logits.argmax(1)).all())
+                if carveout is not None:
+                    set_carveout(carveout)
                 row["ms"] = graph_us([lambda made=made, options=options: made.run(**options)], budget_ms=120) / 1e3
                 row["floor_ms"] = made.floor_bytes() / limits["read"] * 1e3
                 row["peers"] = PEERS.get(name, {}).get(made.rows, "")
             except Exception as problem:
                 row["note"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+            if carveout is not None:
+                set_carveout(-1)
             steps.append(row)
             save()
             print("step", {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)

@@ -153,6 +153,7 @@ def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progr
         finally:
             if shown is not None:
                 shown.finish()
+        planned.checkpoint.let_go()
     with phases("pages"):
         storage = KVStorage(ops, plan.cache.groups, plan.cache.pages)
         runner = StepRunner(

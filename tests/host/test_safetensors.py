@@ -278,3 +278,13 @@ def test_pickled_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a format that can run code"):
         open_checkpoint(tmp_path)
+
+
+def test_tensors_can_be_read_again_after_their_pages_were_let_go(tmp_path: Path) -> None:
+    values = np.arange(4096, dtype=np.float32)
+    write(tmp_path / "model.safetensors", {"a": values})
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(tmp_path)
+    before = checkpoint.tensors["a"].data.copy()
+    checkpoint.let_go()
+    assert np.array_equal(checkpoint.tensors["a"].data, before)

@@ -161,16 +161,16 @@ class Lives:
 
     def take_reports(self, reports: Iterable[Event | TokenColumns]) -> None:
         """Takes what one turn of the engine brought."""
-        try:
-            for report in reports:
+        for report in reports:
+            try:
                 takes = self._takes.get(type(report))
                 if takes is not None:
                     takes(report)
                 elif not isinstance(report, Event):
                     self._columns(report)
-        except Exception as error:  # whoever listens must not harm the engine
-            if self._on_bug is not None:
-                self._on_bug(error)
+            except Exception as error:  # whoever listens must not harm the engine
+                if self._on_bug is not None:
+                    self._on_bug(error)
 
     def engine_ended(self, why: str, at_s: float) -> None:
         """Ends what is open with "error": the engine is gone and will not report it."""
@@ -227,7 +227,9 @@ class Lives:
             del before[None]
             for request_id in ids:
                 life = self._open.get(request_id)
-                if life is not None and life.first_token_s is None:
+                if life is None:  # its arrival was not heard: it is nobody's
+                    self._last_s.pop(request_id, None)
+                elif life.first_token_s is None:
                     self._first(life, at_s)
         if self._resuming:
             for request_id in self._resuming.intersection(ids):

@@ -6,10 +6,13 @@ metadata means: that is the model card's, the tokenizer's and the chat template'
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from tradewind.weights.gguf import open_gguf
 from tradewind.weights.safetensors import INDEX_NAME, open_sharded, parse_json
@@ -42,6 +45,23 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors as they lie in the files."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def let_go(self) -> None:
+        """Tells the system that the mapped pages are not needed now, so that they stop counting as this process's memory.
+
+        Nothing is lost: a tensor that is read again (the embedding's rows) comes back from the file, page by page.
+        """
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        maps: dict[int, mmap.mmap] = {}
+        for tensor in self.tensors.values():
+            owner: object = tensor.data
+            while isinstance(owner, np.ndarray | memoryview):
+                owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+            if isinstance(owner, mmap.mmap):
+                maps[id(owner)] = owner
+        for mapped in maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def holds_model(path: Path) -> bool:

@@ -4,7 +4,7 @@ Knows: how to stream a row-major weight matrix [N, K] once, and what can be fold
 program sees the whole row anyway; in the tiles it cost more than a launch), SiLU-mul of gate and up, per-channel scales, the residual add.
 Refuses to know: which layer it computes.
 
-    GEMV     program = ROWS weight rows; their of its first BLOCK_K columns are loaded before the wait for the previous kernel
+    GEMV     program = ROWS outputs; weights of its of its first BLOCK_K columns are loaded before the wait for the previous kernel
     tiles    program = BN weight rows x all input rows x one of SPLIT pieces of K; W [BN, BK] is the left operand, so the tall side of the
              tensor core is filled by weights; the last program of a tile to arrive adds the pieces in order (bit-equal from run to run)
 
@@ -31,44 +31,10 @@ from tradewind.kernels.triton.tuning import GemvConfig, TileConfig
 
 @triton.jit
 def _weights(pointers, mask, MASKED: tl.constexpr):
-    """A piece of a weight row: each byte is used once, so it shall not push the shared input out of L1."""
+    """A tile of weights: each byte is used once, so it shall not push the shared input out of L1."""
     if MASKED:
         return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
     return tl.load(pointers, eviction_policy="evict_first")
-
-
-@triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def _finish(
-    y, u, n, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N,
-    GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """The epilogue of output n (a scalar); u is the up sum of a gated pair."""
-    live = n < N
-    y *= factor
-    if SCALED:
-        y *= tl.load(scale_ptr + n, mask=live, other=0.0)
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
-    if GATED:
-        u *= factor
-        if SCALED:
-            u *= tl.load(scale_ptr + N + n, mask=live, other=0.0)
-        if BIAS:
-            u += tl.load(bias_ptr + N + n, mask=live, other=0.0).to(tl.float32)
-        y = activated(y, GELU) * u
-    if RESIDUAL:
-        y += tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
-    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -80,83 +46,62 @@ def _gemv_kernel(
 ):  # fmt: skip
     if not LATE:
         let_next_start(PDL)
-    # Up to four weight rows: neighbours, or gate, up, gate, up. Rows and input are tiles of one shape [1, BLOCK_K], because only those get
-    # one layout from the compiler; with other shapes every chunk of x goes through shared memory and a barrier.
-    first = tl.program_id(0) * (ROWS // 2 if GATED else ROWS)
-    last = N - 1
-    r0 = tl.minimum(first, last)
-    r1 = r0 + N if GATED else tl.minimum(first + 1, last)
-    r2 = tl.minimum(first + 1 if GATED else first + 2, last)
-    r3 = r2 + N if GATED else tl.minimum(first + 3, last)
-    column = tl.arange(0, BLOCK_K)[None, :]
-    p0 = w_ptr + r0 * K + column
-    p1 = w_ptr + r1 * K + column
-    p2 = w_ptr + r2 * K + column
-    p3 = w_ptr + r3 * K + column
-    inside = column < K
-    w0 = _weights(p0, inside, MASKED)
-    if ROWS > 1:
-        w1 = _weights(p1, inside, MASKED)
-    if ROWS > 2:
-        w2 = _weights(p2, inside, MASKED)
-        w3 = _weights(p3, inside, MASKED)
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = n < N
+    column = tl.arange(0, BLOCK_K)
+    at = w_ptr + n[:, None] * K + column[None, :]
+    inside = live[:, None] & (column < K)[None, :]
+    w = _weights(at, inside, MASKED)
+    if GATED:
+        u = _weights(at + N * K, inside, MASKED)
     if NORM:
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+        norm = tl.load(norm_ptr + column, mask=column < K, other=0.0)
+    if SCALED:
+        scale = tl.load(scale_ptr + n, mask=live, other=0.0)
+        if GATED:
+            scale_u = tl.load(scale_ptr + N + n, mask=live, other=0.0)
     wait_for_previous(PDL)
     if LATE:
         let_next_start(PDL)
-    t0 = tl.zeros([1, BLOCK_K], tl.float32)
-    t1 = tl.zeros([1, BLOCK_K], tl.float32)
-    t2 = tl.zeros([1, BLOCK_K], tl.float32)
-    t3 = tl.zeros([1, BLOCK_K], tl.float32)
-    squares = tl.zeros([1, BLOCK_K], tl.float32)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    total_u = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         x = tl.load(x_ptr + start + column, mask=start + column < K, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
             x = x * norm.to(tl.float32)
-        t0 += w0.to(tl.float32) * x
-        if ROWS > 1:
-            t1 += w1.to(tl.float32) * x
-        if ROWS > 2:
-            t2 += w2.to(tl.float32) * x
-            t3 += w3.to(tl.float32) * x
-        if start + BLOCK_K < K:
-            inside = start + BLOCK_K + column < K
-            w0 = _weights(p0 + start + BLOCK_K, inside, MASKED)
-            if ROWS > 1:
-                w1 = _weights(p1 + start + BLOCK_K, inside, MASKED)
-            if ROWS > 2:
-                w2 = _weights(p2 + start + BLOCK_K, inside, MASKED)
-                w3 = _weights(p3 + start + BLOCK_K, inside, MASKED)
-            if NORM:
-                norm = tl.load(norm_ptr + start + BLOCK_K + column, mask=inside, other=0.0)
-    factor = 1.0
-    if NORM:
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / K + eps)
-    if ROWS == 1:
-        y0 = tl.sum(tl.sum(t0, 1), 0)
-        _finish(y0, y0, first, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
-    elif ROWS == 2:
-        y0, y1 = tl.reduce((t0, t1), 1, _add2)
-        y0 = tl.sum(y0, 0)
-        y1 = tl.sum(y1, 0)
-        _finish(y0, y1, first, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
-        if not GATED:
-            _finish(y1, y1, first + 1, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
-    else:
-        y0, y1, y2, y3 = tl.reduce((t0, t1, t2, t3), 1, _add4)
-        y0 = tl.sum(y0, 0)
-        y1 = tl.sum(y1, 0)
-        y2 = tl.sum(y2, 0)
-        y3 = tl.sum(y3, 0)
-        _finish(y0, y1, first, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+        total += w.to(tl.float32) * x[None, :]
         if GATED:
-            _finish(y2, y3, first + 1, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
-        else:
-            _finish(y1, y1, first + 1, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
-            _finish(y2, y2, first + 2, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
-            _finish(y3, y3, first + 3, factor, scale_ptr, residual_ptr, bias_ptr, out_ptr, N, GATED, GELU, SCALED, RESIDUAL, BIAS)
+            total_u += u.to(tl.float32) * x[None, :]
+        if start + BLOCK_K < K:
+            inside = live[:, None] & (start + BLOCK_K + column < K)[None, :]
+            w = _weights(at + start + BLOCK_K, inside, MASKED)
+            if GATED:
+                u = _weights(at + N * K + start + BLOCK_K, inside, MASKED)
+            if NORM:
+                norm = tl.load(norm_ptr + start + BLOCK_K + column, mask=start + BLOCK_K + column < K, other=0.0)
+    y = tl.sum(total, 1)
+    y_u = tl.sum(total_u, 1)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+        y *= factor
+        y_u *= factor
+    if SCALED:
+        y *= scale
+        if GATED:
+            y_u *= scale_u
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            y_u += tl.load(bias_ptr + N + n, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        y = activated(y, GELU) * y_u
+    if RESIDUAL:
+        y += residual
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -270,11 +215,9 @@ def skinny_linear(
     if isinstance(config, GemvConfig):
         assert rows == 1, f"a GEMV has one row, not {rows}"
         block = min(config.block_k, triton.next_power_of_2(depth))
-        assert config.rows in (1, 2, 4) and (config.rows > 1 or not gated), f"{config.rows} rows in a GEMV program"
-        outputs = config.rows // 2 if gated else config.rows
-        _gemv_kernel[(triton.cdiv(features, outputs),)](
+        _gemv_kernel[(triton.cdiv(features, config.rows),)](
             x, weight, scale if scale is not None else x, norm if norm is not None else x, *extra, out, features, eps,
-            K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0, NORM=norm is not None,
+            K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0, NORM=norm is not None,
             **flags, **launch_options(pdl=pdl, warps=config.warps),
         )  # fmt: skip
         return

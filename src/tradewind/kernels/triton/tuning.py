@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GemvConfig:
-    """One input row: `rows` weight rows a program (1, 2 or 4; gated: gate and up of half as many outputs), `block_k` columns at a time."""
+    """One input row: `rows` outputs a program (gated: of gate and of up), `block_k` columns at a time."""
 
     rows: int
     block_k: int
