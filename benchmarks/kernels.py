@@ -765,13 +765,13 @@ def tile_choice(model: Shape, rows: int, fp8: bool) -> dict:
     return {"qkv": split, "o": split, "gate_up": wide, "down": split, "head": whole}
 
 
-def step_cases(bench: Bench, *, models: list[str], quick: bool) -> Iterator[tuple[DecodeStep, str, dict, int]]:
+def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int]) -> Iterator[tuple[DecodeStep, str, dict, int]]:
     """Whole steps: (step, candidate, run arguments, context)."""
     for model in MODELS:
         if model.name not in models:
             continue
         for fp8 in (False, True) if model.name == "llama-3.1-8b" else (False,):
-            for context, split in ((256, 8), (1024, 16)):
+            for context, split in ((256, 8), (1024, 16)) if 1 in batches else ():
                 configs = {"decode": DecodeConfig(split, 64, 4, 2)}
                 made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=configs | gemv_choice(model, fp8, 0))
                 for variant in range(1 if quick else 3):
@@ -794,6 +794,8 @@ def step_cases(bench: Bench, *, models: list[str], quick: bool) -> Iterator[tupl
                     yield made, "fused gemv 0, no pdl", {"pdl": False}, context
                 del made
             for rows, split in ((8, 8), (32, 2), (64, 1), (128, 1), (256, 1)):
+                if rows not in batches:
+                    continue
                 forms = {8: (32, 2, 3), 32: (64, 4, 3)}
                 configs = {"decode": DecodeConfig(split, *forms.get(rows, (128, 4, 2)))}
                 tiles = tile_choice(model, rows, fp8) if rows <= 64 else {}
@@ -864,6 +866,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="skinny,chain,decode,prefill,small,steps")
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
+    parser.add_argument("--batches", default="1,8,32,64,128,256", help="rows of the whole steps")
     parser.add_argument("--match", default="", help="only ops whose name contains this")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one set of constants per whole step")
@@ -873,6 +876,7 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=2, help="candidates to print per op")
     args = parser.parse_args()
     groups, models = args.only.split(","), args.models.split(",")
+    batches = {int(n) for n in args.batches.split(",")}
     began = time.perf_counter()
     if args.dry:
         dry_driver()
@@ -895,7 +899,7 @@ def main() -> None:
                     print(f"{case.op} {case.candidate}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
                 seen += 1
         if "steps" in groups:
-            for index, (made, _, options, _) in enumerate(step_cases(bench, models=models, quick=args.quick)):
+            for index, (made, _, options, _) in enumerate(step_cases(bench, models=models, quick=args.quick, batches=batches)):
                 if args.shard is None or index % args.shards == args.shard:
                     made.run(**{k: v for k, v in options.items() if k != "carveout"})
         print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
@@ -929,7 +933,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     if "steps" in groups:
         previous = None
-        for made, candidate, options, context in step_cases(bench, models=models, quick=args.quick):
+        for made, candidate, options, context in step_cases(bench, models=models, quick=args.quick, batches=batches):
             name = made.model.name + (" fp8" if made.fp8 else "")
             carveout = options.pop("carveout", None)
             row = {"model": name, "rows": made.rows, "context": context, "candidate": candidate}

@@ -221,10 +221,12 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
 def script_tokenizer(script: ScriptFile, *, model: str) -> tuple[str, TextTokenizer]:
     """The path of the checkpoint (empty: none) and the tokenizer that a script is spoken through. Raises UserError."""
     from tradewind.serving.tokenizer import TextTokenizer
-    from tradewind.simulate.script_file import BYTE_TOKENIZER_CONFIG, BYTES, byte_tokenizer_json
+    from tradewind.simulate.script_file import BYTE_TEMPLATE, BYTE_TOKENIZER_CONFIG, BYTES, byte_tokenizer_json
 
     if script.tokenizer == BYTES:
-        return "", TextTokenizer.from_tokenizer_json(byte_tokenizer_json(), tokenizer_config=BYTE_TOKENIZER_CONFIG)
+        return "", TextTokenizer.from_tokenizer_json(
+            byte_tokenizer_json(), tokenizer_config=BYTE_TOKENIZER_CONFIG, chat_template=BYTE_TEMPLATE
+        )
     from tradewind.assemble import read_tokenizer
     from tradewind.config.env import cache_dir
     from tradewind.weights.checkpoint import open_checkpoint

@@ -499,7 +499,7 @@ def make_front(
         tokenizer = _model_tokenizer(Path(located.path))
     template: ChatTemplate | UserError
     try:
-        template = ChatTemplate.for_tokenizer(tokenizer)
+        template = ChatTemplate.for_tokenizer(tokenizer, source=script.chat_template if script is not None else None)
     except UserError as error:
         template = error
     plan = located.plan

@@ -19,7 +19,9 @@ def ask(tokens: list[object], **sampling: object) -> list[object]:
 
 def test_a_prompt_at_the_limit_passes_and_one_over_is_refused_with_both_numbers() -> None:
     assert ask([1] * 9)[0].max_tokens == 1  # type: ignore[attr-defined]
-    with pytest.raises(RequestError, match=r"has 10 tokens; with at least 1 to generate the limit is 10 \(1 too many\)"):
+    with pytest.raises(
+        RequestError, match=r"has 10 tokens; with at least 1 to generate the limit is 10 \(1 too many\)"
+    ):
         ask([1] * 10)
     with pytest.raises(RequestError, match=r"has 1000 tokens.*\(991 too many\)"):
         ask([1] * 1000)
@@ -27,7 +29,9 @@ def test_a_prompt_at_the_limit_passes_and_one_over_is_refused_with_both_numbers(
 
 def test_prompt_and_max_tokens_together_over_by_one() -> None:
     assert ask([1] * 6, max_tokens=4)[0].max_tokens == 4  # type: ignore[attr-defined]
-    with pytest.raises(RequestError, match="has 6 tokens and max_tokens is 5, 11 together; the limit is 10: ask for at most 4"):
+    with pytest.raises(
+        RequestError, match="has 6 tokens and max_tokens is 5, 11 together; the limit is 10: ask for at most 4"
+    ):
         ask([1] * 6, max_tokens=5)
 
 

@@ -15,9 +15,7 @@ from tradewind.device.slots import Slots
 
 PAGE = 4
 GROUPS = tuple(
-    KVGroup(
-        index=index, kind="full", layers=(index,), kv_heads=1, head_dim=16, page_tokens=PAGE, format="f32"
-    )
+    KVGroup(index=index, kind="full", layers=(index,), kv_heads=1, head_dim=16, page_tokens=PAGE, format="f32")
     for index in range(2)
 )
 

@@ -44,7 +44,8 @@ def test_answers_cross_the_border_in_a_thread() -> None:
         assert said == first.tokens == tokens_of("Hello 🌊")
         assert first.last is not None and first.last.finish == "stop" and first.last.stop_token == END
         assert [event.finish for event in second] == ["stop"] and second.tokens == tokens_of("No.")
-        assert client.stats().running == 0 and client.stats().generated_tokens == len(said) + 4
+        wait_until(lambda: client.stats().running == 0, limit_s=2)  # a last step may fly on after the answer's end
+        assert client.stats().generated_tokens == len(said) + 4
         assert client.stats().prompt_tokens == 12 and client.why_dead is None
         began_s = client.scheduled_s("a")
         assert began_s is not None and 0 <= time.monotonic() - began_s < 20
@@ -153,7 +154,7 @@ def test_a2_the_same_conversation_right_after_a_cancelled_turn() -> None:
     conversation = "user: tell me a long story about the sea and the wind\nassistant:"
     with engine(default={"answer": "Once upon a time. " * 8}, step_ms=1, slots=4) as made:
         client = made.client.start()
-        for turn in range(20):
+        for turn in range(10):
             lost = client.submit(request(f"lost{turn}", conversation, max_tokens=4000))
             for event in lost:
                 if event.generated_tokens >= turn + 1:

@@ -18,8 +18,8 @@ class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     kv_format: Literal["f32", "f16", "bf16", "fp8"] | None = None
     compute: Literal["f32", "bf16", "int16", "int8"] | None = None
-    """How matmuls are computed: f32 (weights dequantised, nothing quantised), bf16, int16 and int8 (weights stay packed; activations are two
-    int8 terms, or one, per 32 values)."""
+    """How matmuls are computed: f32 (weights dequantised, nothing quantised), bf16, int16 and int8 (weights stay packed; activations
+    are two int8 terms, or one, per 32 values)."""
     quantization: Literal["none", "int8", "int4"] | None = None
     """Quantise unquantised weights at load."""
     backend: Literal["cpu", "plain", "cuda"] | None = None

@@ -136,7 +136,9 @@ def smaller_weights(attempt: Attempt, *, context: int) -> str | None:
         if need <= attempt.limit:
             settings = [] if quantised else [f"--quantization {name}"]
             settings += (
-                ["--compute int8"] if shape.compute not in ("int8", "int16") and attempt.goals.means.compute is not None else []
+                ["--compute int8"]
+                if shape.compute not in ("int8", "int16") and attempt.goals.means.compute is not None
+                else []
             )
             return f"{' '.join(settings)} ({show_bytes(need)} in all)" if settings else None
     return None

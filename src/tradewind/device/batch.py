@@ -14,8 +14,9 @@ from tradewind.kernels.ops import Count, KVLayer, Ops, PagedRows, Tensor
 class Scratch:
     """Named buffers that are reused from layer to layer and step to step.
 
-    A buffer is known by its name; the first `take` decides its shape, and every later one must agree. Owner: one runner. Two layers that
-    take the same name share the memory, which is safe because ops run in order; a value that must outlive the next layer needs its own name.
+    A buffer is known by its name; the first `take` decides its shape, and every later one must agree. Owner: one runner. Two layers
+    that take the same name share the memory, which is safe because ops run in order; a value that must outlive the next layer needs a
+    name of its own.
     """
 
     def __init__(self, ops: Ops) -> None:

@@ -133,7 +133,12 @@ class Ops(Protocol):
         """Packs an unquantised [N, K] matrix. compute "int8" packs to 8-bit groups of 32."""
 
     def pack_quant(
-        self, quants: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32], minimum: npt.NDArray[np.float32], *, bits: int
+        self,
+        quants: npt.NDArray[np.uint8],
+        scale: npt.NDArray[np.float32],
+        minimum: npt.NDArray[np.float32],
+        *,
+        bits: int,
     ) -> PackedMatrix:
         """Packs [N, K] unsigned quants with scale and minimum [N, K / group]: value = scale * q + minimum. bits is 4, 5, 6 or 8."""
 
@@ -213,7 +218,16 @@ class Ops(Protocol):
         """out[i] (int32) = the token drawn for logits row i [V]; -1 when the row has no finite logit or holds a NaN. Logits are destroyed."""
 
     def logprobs(
-        self, logits: Tensor, tokens: Tensor, *, top: int, out_logprob: Tensor, out_rank: Tensor, out_ids: Tensor, out_top: Tensor, count: Count
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        *,
+        top: int,
+        out_logprob: Tensor,
+        out_rank: Tensor,
+        out_ids: Tensor,
+        out_top: Tensor,
+        count: Count,
     ) -> None:
         """Log-softmax of raw logits: of tokens[i] -> out_logprob[i], its rank (1 = best) -> out_rank[i], the `top` best sorted
         descending (ties by lower id) -> out_ids / out_top [L, top]."""

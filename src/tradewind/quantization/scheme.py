@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from tradewind.contract.errors import UserError
 from tradewind.kernels.ops import Compute as Compute
-from tradewind.kernels.ops import PackedMatrix
 from tradewind.kernels.ops import Ops as Ops
+from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.gguf import GGUFScheme
 from tradewind.quantization.online import OnlineScheme
 from tradewind.quantization.plain import PlainScheme

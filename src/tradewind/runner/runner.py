@@ -144,7 +144,9 @@ class StepRunner:
 
     def _check(self, step: Step) -> None:
         """The engine's side of the contract; a breach is a bug, not a user's error."""
-        assert step.rows == 0 or bool((self._slots.epoch[step.slot] == step.epoch).all()), "a row names a slot of another epoch"
+        assert step.rows == 0 or bool((self._slots.epoch[step.slot] == step.epoch).all()), (
+            "a row names a slot of another epoch"
+        )
         assert step.tokens <= self._capacity, f"{step.tokens} tokens in a step of at most {self._capacity}"
         assert not step.drafts.any(), "this runner has no drafter"
 
@@ -216,7 +218,9 @@ class StepRunner:
         """Logprobs of the known tokens that follow each position of rows that want all their logits."""
         for row in np.flatnonzero(step.wants >= Wants.ALL):
             slot, start, count = int(step.slot[row]), int(step.start[row]), int(step.count[row])
-            known = min(count, int(self._slots.prompt[slot]) - start - 1)  # the last prompt token predicts no prompt token
+            known = min(
+                count, int(self._slots.prompt[slot]) - start - 1
+            )  # the last prompt token predicts no prompt token
             top = max(0, int(self._sampling.prompt_logprobs[slot]))
             records: list[TokenLogprobs] = []
             for first in range(0, known, self._head_rows):

@@ -408,9 +408,7 @@ def _build_spm(
     return backend, plain
 
 
-def spm_merges(
-    tokens: Sequence[str], *, scores: Sequence[float], vocab: Mapping[str, int]
-) -> list[tuple[str, str]]:
+def spm_merges(tokens: Sequence[str], *, scores: Sequence[float], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """The merge list that does what SentencePiece does with these scores; `vocab` holds the pieces that may take part.
 
     Equal to SentencePiece as long as no two pieces share a score (trainers give each its own). The order of the cuts of one

@@ -87,6 +87,8 @@ class ScriptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     tokenizer: str | None = None
     """"bytes", or the name of a model whose tokenizer and chat template are used; None: the model named on the command line."""
+    chat_template: str | None = None
+    """Instead of the tokenizer's own."""
     tool_format: str | None = None
     """The parser of tool calls, by its name; None: the one that fits the chat template."""
     reasoning: str | None = None
@@ -318,5 +320,14 @@ def byte_tokenizer_json() -> str:
     }  # fmt: skip
     return msgspec.json.encode(record).decode()
 
+
+BYTE_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""How the byte tokenizer is spoken to in turns: ChatML, with tools and calls as Hermes writes them."""
 
 BYTE_TOKENIZER_CONFIG: dict[str, object] = {"eos_token": "<|im_end|>", "bos_token": None}
