@@ -60,7 +60,7 @@ def test_defaults_of_the_embedded_model() -> None:
         2,
     )
     assert (plan.schedule.max_tokens_per_step, plan.schedule.max_running, plan.schedule.max_context) == (512, 64, 8192)
-    assert (plan.schedule.policy, plan.schedule.steps_in_flight) == ("arrival", 2)
+    assert (plan.schedule.policy, plan.schedule.steps_in_flight) == ("arrival", 1)
     resident = sum(line.bytes for line in plan.ledger if not line.name.startswith("KV"))
     assert resident < 300 * MiB, "what is touched at start stays far under 700 MB"
 
@@ -142,6 +142,12 @@ def test_targets_are_answered_with_the_machines_limits() -> None:
     assert plan.schedule.max_tokens_per_step < 512
     assert "tokens" in reason(plan, "target ttft").why
     assert "can be met" in reason(planned(tpot_ms=50.0), "target tpot").why
+
+
+def test_overlap_wants_a_core_that_does_not_compute() -> None:
+    assert planned(hardware=machine(cores=4)).schedule.steps_in_flight == 1
+    assert planned(hardware=machine(cores=4), means=Means(threads=3)).schedule.steps_in_flight == 2
+    assert "all 4 cores compute" in reason(planned(hardware=machine(cores=4)), "overlap").why
 
 
 def test_one_core_does_not_overlap() -> None:

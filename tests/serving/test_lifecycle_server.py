@@ -120,6 +120,18 @@ def test_keys_names_and_the_queue_limit(tmp_path: Path) -> None:
         assert status == 429 and int(headers["retry-after"]) >= 1 and "at most 2 may wait" in body["error"]["message"]
 
 
+def test_reasoning_and_a_tool_call_from_a_script(tmp_path: Path) -> None:
+    call = '<think>Hm.</think><tool_call>\n{"name": "look", "arguments": {"at": "{a}"}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    with server(tmp_path, rules=[{"contains": "sky", "answer": call}]) as made:
+        messages = [{"role": "user", "content": "the sky"}]
+        status, body, _ = made.post("/v1/chat/completions", model="scripted", messages=messages, tools=[tool])
+        assert status == 200, body
+        choice = body["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"] == "Hm."
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"at": "{a}"}
+
+
 # -- disconnects ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ from tradewind.simulate.forced import ForcedExecutor
 from tradewind.simulate.script_file import (
     BYTE_TOKENIZER_CONFIG,
     Answers,
+    Drafts,
+    Fault,
+    Rule,
     ScriptFile,
     byte_tokenizer_json,
     plans_of,
@@ -274,6 +279,21 @@ def test_what_is_no_json_and_what_the_vocabulary_lacks() -> None:
         answers(read(default={"answer": "x", "logprobs": [[["ab", -1.0]]]}))
     with pytest.raises(UserError, match=r"\$\.rules\[0\]\.answer"):
         answers(read(rules=[{"contains": "a", "answer": [-1]}]))
+
+
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "scripted.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("example", re.findall(r"```json\n(.*?)```", DOCS, re.DOTALL))
+def test_every_example_of_the_docs_can_be_read(example: str) -> None:
+    script = read_script(example.encode(), name="example")
+    answers(script)
+
+
+def test_the_docs_name_every_key() -> None:
+    for kind in (ScriptFile, Rule, Fault, Drafts):
+        for name in kind.__struct_fields__:
+            assert f"`{name}`" in DOCS or f'"{name}"' in DOCS, f"{kind.__name__}.{name}"
 
 
 def test_an_empty_file_is_a_whole_script() -> None:

@@ -331,3 +331,37 @@ def test_a39_api_keys_keep_prefixes_apart() -> None:
         salts = {enter.request_id for enter in server.rig.device.entered}
         assert salts
         assert server.rig.front.model == MODEL
+
+
+def test_a21_long_prompts_do_not_stretch_a_running_stream() -> None:
+    text = "the quick brown fox, " * 20_000
+    with live(step_s=0.004, max_context=8192) as server:
+        began = time.monotonic()
+        server.rig.tokenizer.encode(text, add_special=True)
+        alone_s = time.monotonic() - began
+        gaps: list[float] = []
+        with server.opened("/v1/chat/completions", chat_body("go on", max_tokens=4000)) as stream:
+            for _ in range(10):
+                next(stream)
+            threads = [
+                threading.Thread(target=server.send, args=("POST", "/v1/completions", {"prompt": text})) for _ in range(8)
+            ]
+            for thread in threads:
+                thread.start()
+            last = time.monotonic()
+            while any(thread.is_alive() for thread in threads):
+                next(stream)
+                now = time.monotonic()
+                gaps.append(now - last)
+                last = now
+        # All of this shares one process here, clients too; what must not be seen is a whole prompt's work between two tokens.
+        assert len(gaps) > 20 and max(gaps) < max(0.5 * alone_s, 0.1), (alone_s, max(gaps), len(gaps))
+        assert sorted(gaps)[len(gaps) // 2] < 0.03
+
+
+def test_a31_long_prompts_are_tokenised_as_short_ones(plain: Live) -> None:
+    text = "naïve 🙂 words " * 500
+    ids = plain.post("/tokenize", {"messages": [{"role": "user", "content": text}]})["tokens"]
+    assert ids.count(BOS) == 1 and ids[0] == BOS
+    rendered = plain.post("/detokenize", {"tokens": ids})["prompt"]
+    assert plain.post("/tokenize", {"prompt": rendered})["tokens"] == ids == plain.rig.tokenizer.encode_chat(rendered)

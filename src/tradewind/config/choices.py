@@ -300,21 +300,24 @@ def choose_deterministic(means: Means) -> Choice[bool]:
 # ------------------------------------------------------------------------------------------------------------- schedule
 
 
-def choose_overlap(means: Means, *, hardware: Hardware) -> Choice[int]:
+def choose_overlap(means: Means, *, hardware: Hardware, threads: int) -> Choice[int]:
     """Steps in flight: 2 decides the next step while one runs."""
     pinned = means.overlap is not None
-    if means.overlap if means.overlap is not None else hardware.cores > 1:
+    spare = hardware.cores > threads
+    if means.overlap if means.overlap is not None else spare:
         why = "step N + 1 is decided while step N runs"
+        if not pinned:
+            why += f", on one of the {hardware.cores - threads} cores that do not compute"
         return 2, Reason(
             choice="overlap", value="on", why=why, rejected="off: compute waits for the scheduler", pinned=pinned
         )
     why = (
         "as asked: each step is decided after the one before is known"
         if pinned
-        else "one core: deciding and computing would take turns anyway"
+        else f"all {hardware.cores} cores compute: deciding at the same time would take one of them away, for nothing gained"
     )
     return 1, Reason(
-        choice="overlap", value="off", why=why, rejected="" if pinned else "on: no second core", pinned=pinned
+        choice="overlap", value="off", why=why, rejected="" if pinned else "on: no core is left for it", pinned=pinned
     )
 
 

@@ -53,7 +53,7 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     page_tokens, why_page = choices.choose_page_tokens(means, backend=backend)
     tape, why_tape = choices.choose_tape(means, backend=backend)
     threads, why_threads = choices.choose_threads(means, hardware=hardware)
-    in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware)
+    in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware, threads=threads)
     deterministic, why_deterministic = choices.choose_deterministic(means)
     policy, why_policy = choices.choose_policy(means)
     prefix_cache, why_prefix = choices.choose_prefix_cache(means)

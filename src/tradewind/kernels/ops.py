@@ -215,7 +215,7 @@ class Ops(Protocol):
         """x = cap * tanh(x / cap) in place."""
 
     def sample(self, logits: Tensor, columns: SampleColumns, *, out: Tensor, count: Count) -> None:
-        """out[i] (int32) = the token drawn for logits row i [V]; -1 when the row has no finite logit or holds a NaN. Logits are destroyed."""
+        """out[i] (int32) = token drawn for logits row i [V]; -1 when the row has no finite logit or holds a NaN. Destroys logits."""
 
     def logprobs(
         self,

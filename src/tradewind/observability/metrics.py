@@ -24,10 +24,98 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 FINISHES = ("abort", "error", "length", "stop")
 
-TTFT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-ITL_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
-STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
+TTFT_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+)
+ITL_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+LATENCY_S = (
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+)
+STEP_S = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -86,7 +174,8 @@ def labelled(labels: Mapping[str, str]) -> str:
     if not labels:
         return ""
     escaped = (
-        f'{name}="' + str(value).replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') + '"' for name, value in labels.items()
+        f'{name}="' + str(value).replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') + '"'
+        for name, value in labels.items()
     )
     return "{" + ",".join(escaped) + "}"
 
@@ -276,9 +365,17 @@ class Metrics(Listener):
 
     def _counters(self, page: Page) -> None:
         for name, value, help in (
-            ("prompt_tokens", self._prompt, "Prompt tokens of requests that got a slot: the cached and the computed ones."),
+            (
+                "prompt_tokens",
+                self._prompt,
+                "Prompt tokens of requests that got a slot: the cached and the computed ones.",
+            ),
             ("prompt_tokens_cached", self._cached, "Of these, tokens that were found in the prefix cache."),
-            ("prompt_tokens_computed", self._computed, "Tokens computed before the first token of an answer, in all steps."),
+            (
+                "prompt_tokens_computed",
+                self._computed,
+                "Tokens computed before the first token of an answer, in all steps.",
+            ),
             ("prompt_tokens_recomputed", self._recomputed, "Tokens computed a second time because of preemptions."),
             ("generation_tokens", self._generated, "Tokens generated."),
             ("prefix_cache_queries", self._prompt, "Prompt tokens that were looked up in the prefix cache."),
@@ -340,7 +437,12 @@ class Metrics(Listener):
         own = process_facts()
         if own is not None:
             for name, kind, help, value in (
-                ("process_resident_memory_bytes", "gauge", "Memory of this process that is in RAM.", own.resident_bytes),
+                (
+                    "process_resident_memory_bytes",
+                    "gauge",
+                    "Memory of this process that is in RAM.",
+                    own.resident_bytes,
+                ),
                 ("process_virtual_memory_bytes", "gauge", "Address space of this process.", own.virtual_bytes),
                 ("process_cpu_seconds_total", "counter", "CPU time of this process.", own.cpu_s),
                 ("process_start_time_seconds", "gauge", "When this process began, Unix time.", own.start_unix_s),

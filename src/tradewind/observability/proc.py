@@ -31,7 +31,9 @@ def process_facts(pid: int | None = None) -> ProcessFacts | None:
         # Counted after the command's name, which may hold anything; see stat(5).
         fields = (place / "stat").read_text().rpartition(")")[2].split()
         ticks = os.sysconf("SC_CLK_TCK")
-        boot_s = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        boot_s = next(
+            int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+        )
         return ProcessFacts(
             resident_bytes=int(fields[21]) * resource.getpagesize(),
             virtual_bytes=int(fields[20]),

@@ -10,13 +10,12 @@ import time
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from tradewind.contract.errors import RequestError
 from tradewind.serving.http.answers import Aborted, Detokenized, Health, ModelList, ModelRecord, Tokenized
-from tradewind.serving.http.asking import characters_of, check_model, render_chat
+from tradewind.serving.http.asking import characters_of, chat_ids, check_model, render_chat, text_ids
 from tradewind.serving.http.desk import Desk
 from tradewind.serving.http.edge import caller_of, refuse, respond
 from tradewind.serving.http.endpoint import Endpoint
-from tradewind.serving.http.errors import ApiError, api_error
+from tradewind.serving.http.errors import ApiError
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.openapi import docs_html, schema
 from tradewind.serving.http.speaking import speech_of
@@ -51,21 +50,17 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
 
         def work() -> list[int]:
             if body.prompt is not None:
-                try:
-                    return front.tokenizer.encode(body.prompt, add_special=body.add_special_tokens is not False)
-                except RequestError as error:
-                    raise api_error(error, param="prompt") from None
+                return text_ids(front, body.prompt, special=body.add_special_tokens is not False, field="prompt")
             assert body.messages is not None
-            return front.tokenizer.encode_chat(
-                render_chat(
-                    front,
-                    body.messages,
-                    tools=speech_of(front, msgspec.to_builtins(body.tools), None, parallel=None).definitions,
-                    add_generation_prompt=body.add_generation_prompt,
-                    continue_final_message=body.continue_final_message,
-                    template_kwargs=body.chat_template_kwargs,
-                )
+            rendered = render_chat(
+                front,
+                body.messages,
+                tools=speech_of(front, msgspec.to_builtins(body.tools), None, parallel=None).definitions,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                template_kwargs=body.chat_template_kwargs,
             )
+            return chat_ids(front, rendered, field="messages")
 
         tokens = await self.desk.off_loop(work, characters=characters_of(body.messages or ()) + len(body.prompt or ""))
         texts = [front.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None

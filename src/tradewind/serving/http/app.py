@@ -69,8 +69,9 @@ def make_app(front: Front) -> Starlette:
         routes=[
             *(Route(path, kind(front, desk), methods=["POST"]) for path, kind in posts.items()),
             *(Route(path, page(front, desk), methods=["GET"]) for path, page in gets.items()),
+            *front.more_routes,
         ],
-        middleware=[Middleware(Edge, options=front.options)],
+        middleware=[Middleware(Edge, options=front.options, open_paths=front.open_paths)],
         exception_handlers={HTTPException: _http_error, Exception: _bug},
         lifespan=lifespan,
     )

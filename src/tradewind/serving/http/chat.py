@@ -22,6 +22,7 @@ from tradewind.serving.http.answers import (
 )
 from tradewind.serving.http.asking import (
     characters_of,
+    chat_ids,
     check_effort,
     check_format,
     check_model,
@@ -81,7 +82,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             )
             requests = make_requests(
-                front, caller, body, [front.tokenizer.encode_chat(rendered)], sampling,
+                front, caller, body, [chat_ids(front, rendered, field="messages")], sampling,
                 id=answer_id, prompt_field="messages", limit_field=limit_field,
             )  # fmt: skip
             voices = [

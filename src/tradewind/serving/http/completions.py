@@ -13,12 +13,11 @@ from contextlib import aclosing
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from tradewind.contract.errors import RequestError
 from tradewind.serving.http.answers import TextAnswer, TextChoice, TextLogprobs
-from tradewind.serving.http.asking import check_format, check_model, make_requests, sampling_of
+from tradewind.serving.http.asking import check_format, check_model, make_requests, sampling_of, text_ids
 from tradewind.serving.http.edge import caller_of
 from tradewind.serving.http.endpoint import Endpoint, timing_of, usage_of
-from tradewind.serving.http.errors import ApiError, api_error
+from tradewind.serving.http.errors import ApiError
 from tradewind.serving.http.flight import Flight, Parts
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.logprobs import TextColumns, join_columns
@@ -138,10 +137,7 @@ def prompt_ids(front: Front, prompt: str | list[int], *, special: bool | None, f
     """Token ids of a prompt; ids stay as they are."""
     if not isinstance(prompt, str):
         return prompt
-    try:
-        return front.tokenizer.encode(prompt, add_special=True if special is None else special)
-    except RequestError as error:
-        raise api_error(error, param=field) from None
+    return text_ids(front, prompt, special=special is not False, field=field)
 
 
 class TextChunks:

@@ -44,7 +44,10 @@ class Desk:
         self._pool: ThreadPoolExecutor | None = None
         self.sequences = 0
         """Sequences of this front that have not ended."""
+        self.open_requests = 0
+        """HTTP requests whose answers are not written yet."""
         self.refused = 0
+        """Requests that were answered 429."""
         self.closing = False
         """The server drains: nothing new is taken."""
         self._answer_s = 1.0
@@ -53,12 +56,14 @@ class Desk:
 
     @contextmanager
     def place(self, sequences: int) -> Iterator[None]:
-        """Counts sequences in, from before their prompts are tokenised until they have ended. Raises what `check` raises."""
+        """Counts a request in, from before its prompts are tokenised until its answer is written. Raises what `check` raises."""
         self.check(sequences)
+        self.open_requests += 1
         self.sequences += sequences
         try:
             yield
         finally:
+            self.open_requests -= 1
             self.sequences -= sequences
 
     def check(self, sequences: int) -> None:
@@ -74,17 +79,13 @@ class Desk:
                 code="shutting_down",
                 headers={"Retry-After": "5"},
             )
-        options = front.options
-        room = front.max_running + options.max_queue
-        waiting = front.client.stats().waiting
-        # Our own count is exact at once; the engine's includes other fronts but is a little late.
-        if (self.sequences and self.sequences + sequences > room) or (
-            waiting and waiting + sequences > options.max_queue
-        ):
+        # Our own count is exact at once, which what the engine tells is not; a request with more samples than fit may come alone.
+        limit = front.options.max_queue
+        if self.sequences and self.sequences + sequences > front.max_running + limit:
             self.refused += 1
             raise ApiError(
                 429,
-                f"the server is full: {front.max_running} sequences run at once and at most {options.max_queue} may wait; try again later",
+                f"the server is full: {front.max_running} sequences run at once and at most {limit} may wait; try again later",
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after_s())},
             )
@@ -114,10 +115,6 @@ class Desk:
         for request in found:
             request.cancel()
         return len(found)
-
-    @property
-    def open_requests(self) -> int:
-        return len(self._open)
 
     # -- threads
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tradewind.serving.http.errors import ApiError
 from tradewind.serving.http.front import Options
 
-OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """What anybody may read."""
 MAX_ID = 128
 Headers = list[tuple[bytes, bytes]]
@@ -62,8 +62,9 @@ class KeyRing:
 class Edge:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, *, options: Options) -> None:
+    def __init__(self, app: ASGIApp, *, options: Options, open_paths: frozenset[str] = frozenset()) -> None:
         self._app = app
+        self._open_paths = OPEN_PATHS | open_paths
         self._keys = KeyRing(options.api_keys)
         self._origins = frozenset(origin.encode() for origin in options.cors_origins)
 
@@ -98,7 +99,7 @@ class Edge:
             ]
             await respond(scope, send, 204, b"")
             return
-        if self._keys and scope["path"] not in OPEN_PATHS:
+        if self._keys and scope["path"] not in self._open_paths:
             scheme, _, token = authorization.partition(b" ")
             key = token.strip() if scheme.lower() == b"bearer" else api_key
             tenant = self._keys.tenant_of(key)

@@ -10,34 +10,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+from starlette.routing import BaseRoute
 
 from tradewind.contract.errors import UserError
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
+from tradewind.engine.stats import EngineStats
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.intake import Intake
 from tradewind.serving.parsers.table import ParserChoice
 from tradewind.serving.tokenizer import TextTokenizer
 
-
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot of the engine; reading it never waits for a step."""
-
-    running: int = 0
-    """Sequences in a slot."""
-    waiting: int = 0
-    """Sequences queued or blocked."""
-    pages_used: tuple[int, ...] = ()
-    """By KV group, pages that some sequence holds (cached pages that nobody uses do not count)."""
-    pages_total: tuple[int, ...] = ()
-    steps: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens computed since the start."""
-    generated_tokens: int = 0
-    cached_tokens: int = 0
-    preemptions: int = 0
-    last_progress_s: float = 0.0
-    """`time.monotonic` when a step was last collected, or now while there is nothing to do."""
+__all__ = ["EngineClient", "EngineHandle", "EngineStats", "Front", "Options", "Receipt"]
 
 
 class EngineHandle(Protocol):
@@ -141,6 +125,9 @@ class Front:
     """The engine's queue looks at priorities (policy "priority"); otherwise a request that has one is refused."""
     speech: ParserChoice | None = None
     """How the model writes tool calls and reasoning (`parsers.table.parser_for`); None: all text is content, and tools are refused."""
+    more_routes: tuple[BaseRoute, ...] = ()
+    """Routes beside the API (a page); `open_paths` of them need no API key."""
+    open_paths: frozenset[str] = frozenset()
     metrics: Callable[[], str | bytes] | None = None
     on_receipt: Callable[[Receipt], None] | None = None
     created_s: int = 0

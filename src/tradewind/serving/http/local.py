@@ -12,7 +12,7 @@ from tradewind.contract.events import Event, FinishReason, Preempted, Scheduled,
 from tradewind.contract.request import Request
 from tradewind.engine.client import Handle, LocalClient
 from tradewind.engine.loop import EngineLoop
-from tradewind.serving.http.front import EngineStats
+from tradewind.engine.stats import EngineStats
 
 REMEMBERED = 4096
 """So many sequences' start times are kept."""
@@ -86,6 +86,7 @@ class LocalEngine:
             generated_tokens=watch.generated_tokens,
             cached_tokens=watch.cached_tokens,
             preemptions=watch.preemptions,
+            recomputed_tokens=scheduler.recomputed_tokens,
             last_progress_s=progress_s,
         )
 

@@ -13,7 +13,11 @@ import msgspec
 from tradewind.serving.http import answers, types
 
 VERSION = "1.0"
-EVENT = {"type": "object", "properties": {"data": {"type": "string"}, "event": {"type": "string"}}, "required": ["data"]}
+EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
 """One server-sent event; `data` is JSON, or [DONE]."""
 
 

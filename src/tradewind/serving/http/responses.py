@@ -30,6 +30,7 @@ from tradewind.serving.http.answers import (
 )
 from tradewind.serving.http.asking import (
     characters_of,
+    chat_ids,
     check_effort,
     check_model,
     make_requests,
@@ -118,7 +119,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
                 logprobs=(body.top_logprobs or 0) if with_logprobs else None,
             )
             (request,) = make_requests(
-                front, caller, body, [front.tokenizer.encode_chat(rendered)], sampling,
+                front, caller, body, [chat_ids(front, rendered, field="input")], sampling,
                 id=answer_id, prompt_field="input", limit_field="max_output_tokens",
             )  # fmt: skip
             parser = speech.make(rendered) if speech.make is not None else None

@@ -1,0 +1,214 @@
+"""The HTTP server's life: it listens, drains on a signal, says when the engine stands still, and ends when nothing can be served.
+
+Knows: uvicorn, signals, time limits. Refuses to know: requests and answers (app), how the engine's process is started (supervisor).
+
+      SIGTERM, Ctrl-C     new requests get 503, open ones are finished, exit 0; a second one ends at once
+      engine dies         open requests get an error, /health 503; exit 1, or with restart_engine a new engine
+      engine stands still stacks and scheduler state to the log, /health 503 until it goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from tradewind.contract.errors import EngineDeadError, UserError
+from tradewind.serving.http.app import make_app
+from tradewind.serving.http.front import Front
+from tradewind.serving.supervisor import Log, Supervisor, signal_name
+
+RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before the first, second, ... start of a new engine in a row; after the last one the server gives up."""
+STEADY_S = 60.0
+"""An engine that has lived so long is not counted as one more failure in a row."""
+LAST_WORDS_S = 5
+"""So long answers that are already ended may take to reach their readers."""
+CUT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """What the operator chose about ends."""
+
+    drain_timeout_s: float = 30.0
+    stall_timeout_s: float = 30.0
+    restart_engine: bool = False
+    restart_delays_s: tuple[float, ...] = RESTART_DELAYS_S
+
+
+class FrontServer:
+    """HTTP, and what happens to it on signals, deaths and stalls. One writer: the asyncio loop's thread."""
+
+    def __init__(
+        self, front: Front, engine: Supervisor, *, patience: Patience, log: Log, on_ready: Callable[[], None]
+    ) -> None:
+        """`on_ready` is called when connections are accepted."""
+        self._engine, self._patience, self._log, self._on_ready = engine, patience, log, on_ready
+        self._app = make_app(front)
+        self._desk = self._app.state.desk
+        self._server: _Server | None = None
+        self._signals = 0
+        self._exit_code = 0
+        self._draining: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._failures = 0
+        self._lived_since_s = time.monotonic()
+
+    def run(self, listener: socket.socket) -> int:
+        """Serves on a bound socket until the end; returns the exit code. Raises OSError when it cannot listen there."""
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self._main(listener))
+        return self._exit_code
+
+    async def _main(self, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            self._app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=LAST_WORDS_S,
+            timeout_keep_alive=75,
+        )
+        loop = asyncio.get_running_loop()
+        self._server = _Server(config, on_ready=self._on_ready)
+        self._engine.on_death = self._died
+        self._engine.attach()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._heard, number)
+        watchdog = asyncio.create_task(self._watch())
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            if self._restarting is not None and not self._restarting.done():
+                self._engine.kill()  # a start that nobody waits for any more; its thread ends with it
+            for task in (watchdog, self._draining, self._restarting):
+                if task is not None:
+                    task.cancel()
+            self._desk.shutdown()
+
+    # -- signals
+
+    def _heard(self, number: int) -> None:
+        self._signals += 1
+        name = signal_name(number)
+        if self._signals == 1:
+            self._desk.closing = True
+            count = self._desk.open_requests
+            self._log(
+                f"{name}: no new requests are taken, {count} open ones are finished within {self._patience.drain_timeout_s:g} s;"
+                " a second signal ends at once"
+            )
+            self._draining = asyncio.create_task(self._drain())
+            return
+        if self._signals == 2:
+            self._log(f"{name} again: ending at once, {self._desk.open_requests} open requests are cut")
+            self._exit_code = 128 + number
+            self._engine.kill()
+            self._leave(at_once=True)
+
+    async def _drain(self) -> None:
+        limit_s = time.monotonic() + self._patience.drain_timeout_s
+        while self._desk.open_requests and time.monotonic() < limit_s:
+            await asyncio.sleep(0.02)
+        if self._desk.open_requests:
+            self._log(f"the time to drain is over: {self._desk.open_requests} open requests are cut")
+            self._exit_code = self._exit_code or 1
+            self._engine.cancel_all()
+            limit_s = time.monotonic() + CUT_S
+            while self._desk.open_requests and time.monotonic() < limit_s:
+                await asyncio.sleep(0.02)
+        self._leave()
+
+    # -- deaths and stalls
+
+    def _died(self, why: str) -> None:
+        """The engine is gone; the client ends every open request right after this."""
+        self._log(f"the engine died: {why}")
+        if self._patience.restart_engine and not self._desk.closing:
+            self._restarting = asyncio.create_task(self._start_again())
+            return
+        self._exit_code = 1
+        self._leave()
+
+    async def _start_again(self) -> None:
+        if time.monotonic() - self._lived_since_s > STEADY_S:
+            self._failures = 0
+        while self._failures < len(self._patience.restart_delays_s):
+            delay_s = self._patience.restart_delays_s[self._failures]
+            self._failures += 1
+            self._log(
+                f"a new engine is started in {delay_s:g} s ({self._failures} of {len(self._patience.restart_delays_s)})"
+            )
+            await asyncio.sleep(delay_s)
+            began_s = time.perf_counter()
+            try:
+                await self._engine.restart()
+            except (EngineDeadError, UserError) as error:
+                self._log(f"the new engine did not start: {error}")
+                continue
+            self._lived_since_s = time.monotonic()
+            self._log(f"the new engine serves, after {time.perf_counter() - began_s:.2f} s")
+            return
+        self._log("the engine was started again too often: the server gives up")
+        self._exit_code = 1
+        self._leave()
+
+    async def _watch(self) -> None:
+        """Says when steps stop coming while there is work, once for each time, and when they go on."""
+        limit_s = self._patience.stall_timeout_s
+        stalled_since_s: float | None = None
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 4))
+            if self._engine.why_dead is not None:
+                stalled_since_s = None
+                continue
+            now, progress_s = time.monotonic(), self._engine.stats().last_progress_s
+            if stalled_since_s is not None and progress_s > stalled_since_s:
+                self._log(f"the engine goes on, after {now - stalled_since_s:.1f} s")
+                stalled_since_s = None
+            elif stalled_since_s is None and now - progress_s > limit_s:
+                self._log(
+                    f"the engine stands still: no step has ended for {now - progress_s:.1f} s with {self._engine.open} requests open;"
+                    " the stacks of its threads follow"
+                )
+                stalled_since_s = progress_s
+                self._engine.dump()
+
+    def _leave(self, *, at_once: bool = False) -> None:
+        """Ends uvicorn's loop, which waits for the last bytes of answers unless it is told not to."""
+        assert self._server is not None
+        self._server.force_exit = self._server.force_exit or at_once
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but signals are not its matter, and it says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, *, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

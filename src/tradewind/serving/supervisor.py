@@ -1,0 +1,237 @@
+"""The engine's process as the front sees it: started, awaited, watched, ended, and started again.
+
+Knows: one process at a time and the socket to it. Refuses to know: the command that starts it (`launch`), HTTP, and when to give up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from tradewind.contract.errors import EngineDeadError, UserError
+from tradewind.contract.events import FinishReason
+from tradewind.contract.request import Request
+from tradewind.engine.client import Handle
+from tradewind.engine.columns import Report
+from tradewind.engine.remote import RemoteClient
+from tradewind.engine.wire import ANSWERS, Answer, Fatal, Link, Located, Ready, Start
+from tradewind.serving.http.front import EngineStats
+
+STACKS_SIGNAL = signal.SIGUSR1
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A process that was started and has been told nothing yet."""
+
+    process: subprocess.Popen[bytes]
+    end: socket.socket
+    """Our end of the socket to it."""
+    at_s: float
+    """When it was started, by `time.perf_counter`."""
+
+
+Launch = Callable[[], Launched]
+
+
+class Supervisor:
+    """The engine's process of the moment; implements `front.EngineClient`. After `attach` its one user is the asyncio loop's thread."""
+
+    def __init__(
+        self, start: Start, *, launch: Launch, log: Log, on_reports: Callable[[list[Report]], None] | None = None
+    ) -> None:
+        """`launch` starts a process and returns at once; `on_reports` sees everything that engines report, in the reader's thread."""
+        self._start, self._launch, self._log, self._on_reports = start, launch, log, on_reports
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: Link[Answer] | None = None
+        self._client: RemoteClient | None = None
+        self._why_dead: str | None = "the engine is starting"
+        self.on_death: Callable[[str], None] = lambda why: None
+        """Told once for each engine that dies on its own."""
+        self._closing = False
+
+    # -- starting
+
+    def spawn(self, launched: Launched | None = None) -> None:
+        """Tells a process what to build; does not wait. `launched`: one that was started already."""
+        if self._closing:
+            raise EngineDeadError("the server is shutting down")
+        launched = launched or self._launch()
+        self._process = launched.process
+        self._link = Link(launched.end, ANSWERS)
+        with suppress(OSError):  # it died at once: the stream's end says so
+            self._link.send(msgspec.structs.replace(self._start, began_s=launched.at_s))
+
+    def await_located(self) -> Located:
+        """Waits until the engine knows its files and plan. Raises UserError or EngineDeadError with its reason."""
+        answer = self._await()
+        if not isinstance(answer, Located):
+            raise EngineDeadError(f"the engine process said {type(answer).__name__} before it knew its model")
+        return answer
+
+    def await_ready(self) -> Ready:
+        """Waits until the engine takes requests. Raises UserError or EngineDeadError with its reason."""
+        answer = self._await()
+        if not isinstance(answer, Ready):
+            raise EngineDeadError(f"the engine process said {type(answer).__name__} before it was ready")
+        assert self._link is not None
+        self._client = RemoteClient(
+            self._link, answer, on_reports=self._on_reports, on_end=self._ended, on_described=self._described
+        )
+        self._why_dead = None
+        return answer
+
+    def _await(self) -> Answer:
+        assert self._link is not None
+        answer = self._link.receive()
+        if answer is None:
+            raise EngineDeadError(self._how_it_ended(None))
+        if isinstance(answer, Fatal):
+            if answer.by_user:
+                error = UserError(answer.why)
+                error.exit_code = answer.exit_code
+                raise error
+            raise EngineDeadError(answer.why)
+        return answer
+
+    def attach(self) -> None:
+        """Lets the running asyncio loop read what the engine says."""
+        assert self._client is not None
+        self._client.attach()
+
+    async def restart(self) -> None:
+        """A new process in the place of a dead one. Raises what `await_ready` raises."""
+        await asyncio.to_thread(self._start_again)
+        if self._closing:
+            return
+        self.attach()
+
+    def _start_again(self) -> None:
+        self._clean_up()
+        self.spawn()
+        self.await_located()
+        self.await_ready()
+
+    # -- front.EngineClient
+
+    def submit(self, request: Request) -> Handle:
+        """See EngineClient."""
+        why = self.why_dead
+        if self._client is None or why is not None:
+            raise EngineDeadError(why or "the engine is starting")
+        return self._client.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        """See EngineClient."""
+        if self._client is not None:
+            self._client.cancel(request_id)
+
+    def finish(self, request_id: str, *, reason: FinishReason = "stop") -> None:
+        """See EngineClient."""
+        if self._client is not None:
+            self._client.finish(request_id, reason=reason)
+
+    @property
+    def why_dead(self) -> str | None:
+        return self._why_dead or (self._client.why_dead if self._client is not None else None)
+
+    def stats(self) -> EngineStats:
+        """See EngineClient."""
+        if self._client is None:
+            return EngineStats(last_progress_s=time.monotonic())
+        known = self._client.stats()
+        return EngineStats(**{name: getattr(known, name) for name in EngineStats.__struct_fields__})
+
+    def scheduled_s(self, request_id: str) -> float | None:
+        """See EngineClient."""
+        return None if self._client is None else self._client.scheduled_s(request_id)
+
+    # -- while it runs
+
+    @property
+    def open(self) -> int:
+        """Requests that the engine has and has not ended."""
+        return 0 if self._client is None else self._client.open
+
+    def cancel_all(self) -> None:
+        """Ends every open request with "abort"."""
+        if self._client is not None:
+            self._client.cancel_all()
+
+    def dump(self) -> None:
+        """Asks for Python stacks (to standard error, by the kernel's signal) and the scheduler's state (to the log)."""
+        if self._process is not None and self._process.poll() is None and self._client is not None:
+            self._process.send_signal(STACKS_SIGNAL)
+            self._client.describe()
+
+    def _described(self, text: str) -> None:
+        self._log("state of the scheduler:\n" + text)
+
+    def _ended(self, reason: str | None) -> str:
+        if self._closing:
+            return "the server is shutting down"
+        why = self._how_it_ended(reason)
+        self._why_dead = why
+        self.on_death(why)
+        return why
+
+    def _how_it_ended(self, reason: str | None) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:  # it closed its end and lives on: nobody could speak to it any more
+            self._process.kill()
+            code = self._process.wait()
+        if reason:
+            return reason
+        if code < 0:
+            return f"the engine process was killed by {signal_name(-code)}"
+        return f"the engine process ended with exit code {code}"
+
+    # -- ending
+
+    def close(self) -> None:
+        """Ends the process: open requests end with "abort". A second call does nothing."""
+        self._closing = True
+        self._why_dead = self._why_dead or "the server is shutting down"
+        self._clean_up()
+
+    def kill(self) -> None:
+        """Ends the process at once; `close` is still to be called."""
+        self._closing = True
+        self._why_dead = self._why_dead or "the server is shutting down"
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _clean_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=5.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM and the like."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
