@@ -1,7 +1,9 @@
 """How many tokens a second the HTTP front carries on one core: N streams at once over an engine that costs nothing.
 
     python benchmarks/http_front.py                     64 streams, front alone
-    python benchmarks/http_front.py --engine scripted   with scheduler and scripted executor in the same process
+    python benchmarks/http_front.py --engine process    as `tradewind serve --script` has it: scheduler and scripted executor in a process
+    python benchmarks/http_front.py --engine scripted   the same in this process
+    ... --seconds 60                                    rounds until so much time has passed
 
 The front runs in this process, pinned to one core; clients are a second process that reads sockets and counts events. Every token is
 checked: each stream must hold exactly the tokens asked for, in order. Printed: tokens per second of wall time, microseconds of this
@@ -17,6 +19,8 @@ import multiprocessing
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -25,13 +29,16 @@ from typing import Any
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tradewind.config.goals import Goals
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.kv import KVGroup
 from tradewind.contract.request import Request
 from tradewind.engine.client import LocalClient
 from tradewind.engine.loop import EngineLoop
+from tradewind.engine.remote import RemoteClient
 from tradewind.engine.scheduler import Scheduler
+from tradewind.engine.wire import ANSWERS, Answer, Link, Located, Ready, Start, socket_pair
 from tradewind.serving.chat_template import CHATML, ChatTemplate
 from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import EngineClient, EngineStats, Front
@@ -159,6 +166,28 @@ def front_of(client: EngineClient, *, streams: int) -> Front:
     )
 
 
+def process(streams: int) -> RemoteClient:
+    """The engine's process, as the server starts it; it says the letters a to z in order."""
+    script = {
+        "tokenizer": "bytes",
+        "default": {"answer": "abcdefghijklmnopqrstuvwxyz", "repeat": True},
+        "slots": streams,
+        "max_context": 1 << 17,
+        "pages": 8192,
+        "page_tokens": 64,
+    }
+    mine, theirs = socket_pair()
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, "-m", "tradewind.engine_process", str(theirs.fileno())], pass_fds=[theirs.fileno()]
+        )
+    link: Link[Answer] = Link(mine, ANSWERS)
+    link.send(Start(goals=Goals(model="letters"), script=json.dumps(script).encode(), script_name="letters"))
+    while not isinstance(answer := link.receive(), Ready):
+        assert isinstance(answer, Located), answer
+    return RemoteClient(link, answer)
+
+
 def scripted(streams: int) -> tuple[LocalClient, EngineClient]:
     group = KVGroup(index=0, kind="full", layers=(0,), kv_heads=1, head_dim=8, page_tokens=64, format="f32")
     cache = CachePlan(groups=(group,), pages=(8192,), page_tokens=64, prefix_cache=True)
@@ -211,11 +240,14 @@ async def one_stream(port: int, tokens: int) -> int:
     return len(said)
 
 
-def clients(port: int, streams: int, tokens: int, rounds: int, out: Any) -> None:
+def clients(port: int, streams: int, tokens: int, rounds: int, seconds: float, out: Any) -> None:
     """The load, in a process of its own."""
 
     async def run() -> None:
-        for _ in range(rounds):
+        start = time.perf_counter()
+        done = 0
+        while done < rounds or time.perf_counter() - start < seconds:
+            done += 1
             began = time.perf_counter()
             counts = await asyncio.gather(*(one_stream(port, tokens) for _ in range(streams)))
             out.send((sum(counts), time.perf_counter() - began))
@@ -229,11 +261,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of a stream")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engine", choices=("none", "scripted"), default="none")
+    parser.add_argument("--seconds", type=float, default=0.0, help="go on with rounds until so much time has passed")
+    parser.add_argument("--engine", choices=("none", "process", "scripted"), default="none")
     asked = parser.parse_args()
-    local = None
+    local: LocalClient | RemoteClient | None = None
+    engine: EngineClient
     if asked.engine == "scripted":
         local, engine = scripted(asked.streams)
+    elif asked.engine == "process":
+        local = engine = process(asked.streams)
     else:
         engine = Metronome()
     sock = socket.socket()
@@ -243,13 +279,15 @@ def main() -> None:
     server = uvicorn.Server(config)
     receiver, sender = multiprocessing.get_context("spawn").Pipe(duplex=False)
     load = multiprocessing.get_context("spawn").Process(
-        target=clients, args=(sock.getsockname()[1], asked.streams, asked.tokens, asked.rounds, sender)
+        target=clients, args=(sock.getsockname()[1], asked.streams, asked.tokens, asked.rounds, asked.seconds, sender)
     )
     rounds: list[tuple[int, float, float, int]] = []
 
     async def watch() -> None:
         while not server.started:
             await asyncio.sleep(0.01)
+        if isinstance(local, RemoteClient):
+            local.attach()
         load.start()
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         if len(cores) > 1:

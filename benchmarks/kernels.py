@@ -582,7 +582,7 @@ class DecodeStep:
         self.bench, self.model, self.rows, self.path, self.fp8, self.config, self.page = bench, model, rows, path, fp8, config, page
         m, e, f = model, model.hidden, model.intermediate
         q = m.heads * m.head_dim
-        self.early = True
+        self.early, self.ahead_bytes, self.ahead_programs = True, 0, 128
         self.layers = []
         depth = 1 if bench.dry else m.layers
         for _ in range(depth):
@@ -591,6 +591,15 @@ class DecodeStep:
                 "gate_up": bench.normal(2 * f, e, scale=e**-0.5), "down": bench.normal(e, f, scale=0.5 * f**-0.5),
             }  # fmt: skip
             layer = {name: fp8_weight(bench, w) if fp8 else (w, None) for name, w in layer.items()}
+            # One piece of memory for what follows the attention, so that one range says what to ask into L2.
+            flat = torch.cat([layer[name][0].view(torch.uint8).flatten() for name in ("o", "gate_up", "down")])
+            place = 0
+            for name in ("o", "gate_up", "down"):
+                weight, scale = layer[name]
+                size = weight.numel() * weight.element_size()
+                layer[name] = flat[place : place + size].view(weight.dtype).view(weight.shape), scale
+                place += size
+            layer["ahead"] = flat
             layer["norms"] = (bench.normal(e, scale=0.1) + 1, bench.normal(e, scale=0.1) + 1)
             layer["head_norms"] = (bench.normal(m.head_dim, scale=0.1) + 1, bench.normal(m.head_dim, scale=0.1) + 1) if m.head_norm else (None, None)
             self.layers.append(layer)
@@ -641,13 +650,26 @@ class DecodeStep:
         k, v = self.k[index], self.v[index]
         if fuse_rope:
             early = pdl and self.path == "fused" and self.early
-            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **common)
+            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **self._ahead(layer, pdl), **common)
             return
         rope.rope_store(
             self.qkv, self.angles, self.slots, k, v, heads=m.heads, q_weight=q_norm, k_weight=k_norm, eps=1e-6, positions=self.positions,
             out=self.q, pdl=pdl,
         )  # fmt: skip
-        decode.paged_decode(self.q, k, v, **common)
+        decode.paged_decode(self.q, k, v, **self._ahead(layer, pdl), **common)
+
+    def _quantised(self, x, pdl: bool) -> tuple:
+        """Input and options of a tile matmul with FP8 weights."""
+        if not self.fp8 or self.rows == 1:
+            return x, {}
+        small = self.attended8 if x is self.attended else self.inner8
+        norm.quantise_tokens(x, out=small, scale=self.token_scale, pdl=pdl)
+        return small, {"x_scale": self.token_scale}
+
+    def _ahead(self, layer, pdl: bool) -> dict:
+        if not self.ahead_bytes or not pdl:
+            return {}
+        return {"ahead": layer["ahead"][: self.ahead_bytes], "ahead_programs": self.ahead_programs}
 
     def _fused(self, pdl: bool, fuse_rope: bool) -> None:
         def linear(name, x, weight, out, **more):
@@ -670,10 +692,12 @@ class DecodeStep:
             x, more = normed("qkv", layer["norms"][0], quantise=self.fp8)
             linear("qkv", x, layer["qkv"], self.qkv, late=self.early, **more)
             self._attention(layer, index, pdl, fuse_rope)
-            linear("o", self.attended, layer["o"], self.x, residual=self.x)
+            x, more = self._quantised(self.attended, pdl)
+            linear("o", x, layer["o"], self.x, residual=self.x, **more)
             x, more = normed("gate_up", layer["norms"][1], quantise=self.fp8)
             linear("gate_up", x, layer["gate_up"], self.inner, gated=True, **more)
-            linear("down", self.inner, layer["down"], self.x, residual=self.x)
+            x, more = self._quantised(self.inner, pdl)
+            linear("down", x, layer["down"], self.x, residual=self.x, **more)
         x, more = normed("head", self.final_norm, quantise=False)
         linear("head", x, (self.head, None), self.logits, **more)
 
@@ -745,24 +769,29 @@ def gemv_choice(model: Shape, fp8: bool, variant: int) -> dict:
     deep, eight = GemvConfig(2, 4096, 8), GemvConfig(8, 512, 4)
     head = small if model.hidden == 1024 else large
     if fp8:
-        whole = TileConfig(16, 128, 128, 1, 4, 3)
-        sets = [(GemvConfig(4, 512, 2), eight, middle, eight), (small, eight, whole, eight), (TileConfig(16, 64, 256, 4, 4, 3), eight, whole, eight)]
+        whole, four = TileConfig(16, 128, 128, 1, 4, 3), GemvConfig(4, 512, 2)
+        sets = [(four, four, whole, eight), (four, four, middle, eight), (TileConfig(16, 64, 256, 4, 4, 3), four, whole, eight)]
     elif model.hidden == 1024:
-        sets = [(small, deep, GemvConfig(2, 1024, 2), large), (small, middle, small, middle), (small, GemvConfig(1, 2048, 2), GemvConfig(2, 1024, 2), middle)]
+        sets = [(small, GemvConfig(1, 2048, 2), GemvConfig(2, 1024, 2), middle), (small, middle, GemvConfig(2, 1024, 2), deep), (small, middle, GemvConfig(2, 1024, 2), GemvConfig(1, 4096, 4))]
     elif model.hidden == 2048:
-        sets = [(small, large, middle, GemvConfig(2, 1024, 2)), (large, large, middle, middle), (small, middle, middle, middle)]
+        one = GemvConfig(1, 2048, 2)
+        sets = [(small, middle, middle, one), (small, one, middle, one), (middle, middle, middle, one)]
     else:
-        sets = [(large, large, deep, middle), (small, small, GemvConfig(4, 512, 2), middle), (middle, middle, deep, large)]
+        sets = [(large, middle, deep, large), (large, deep, deep, large), (deep, deep, deep, middle)]
     return dict(zip(("qkv", "o", "gate_up", "down"), sets[variant], strict=True)) | {"head": head}
 
 
 def tile_choice(model: Shape, rows: int, fp8: bool) -> dict:
     """Tile constants of a whole step with 2..64 rows."""
     bm = max(16, triton.next_power_of_2(rows))
-    whole = TileConfig(bm, 64, 128, 1, 4, 4 if bm < 64 else 3)
-    split = TileConfig(bm, 64, 128, 4, 4, 4 if bm < 64 else 3)
-    wide = whole if model.intermediate > 8000 else split
-    return {"qkv": split, "o": split, "gate_up": wide, "down": split, "head": whole}
+    stages = 4 if bm < 64 else 3
+    whole, split = TileConfig(bm, 64, 128, 1, 4, stages), TileConfig(bm, 64, 128, 4, 4, stages)
+    o = TileConfig(bm, 64, 128, 4, 4, stages, 4 if fp8 else 8)  # its weights come while the attention runs
+    qkv, gate_up = (split if model.hidden <= 2048 and rows <= 16 else whole), whole
+    if fp8:
+        gate_up = TileConfig(bm, 128, 128, 1, 4, 3) if bm < 64 else whole
+        qkv = TileConfig(16, 64, 256, 4, 4, 3) if bm == 16 else split
+    return {"qkv": qkv, "o": o, "gate_up": gate_up, "down": split, "head": whole}
 
 
 def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int]) -> Iterator[tuple[DecodeStep, str, dict, int]]:
@@ -771,24 +800,24 @@ def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int
         if model.name not in models:
             continue
         for fp8 in (False, True) if model.name == "llama-3.1-8b" else (False,):
-            for context, split in ((256, 8), (1024, 16)) if 1 in batches else ():
-                configs = {"decode": DecodeConfig(split, 64, 4, 2)}
+            for context, split in ((256, 8), (1024, 32)) if 1 in batches else ():
+                configs = {"decode": DecodeConfig(split, 32, 2, 2)}
                 made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=configs | gemv_choice(model, fp8, 0))
                 for variant in range(1 if quick else 3):
                     made.config = configs | gemv_choice(model, fp8, variant)
                     yield made, f"fused gemv {variant}", {}, context
                 made.config = configs | gemv_choice(model, fp8, 0)
                 if not quick:
-                    for form in ((8, 32, 2, 2), (4, 64, 4, 2), (1, 128, 8, 2), (16, 32, 1, 2)) if context == 256 else ((32, 32, 2, 2), (32, 32, 1, 2)):
-                        made.config["decode"] = DecodeConfig(*form)
-                        made.grow(form[0])
-                        yield made, f"fused gemv 0, {tag(made.config['decode'])}", {}, context
-                    made.config["decode"] = configs["decode"]
+                    for megabytes in (4, 8, 16, 24, 32, 40):
+                        made.ahead_bytes = min(megabytes << 20, made.layers[0]["ahead"].numel() // 128 * 128)
+                        yield made, f"fused gemv 0, {megabytes} MB ahead", {}, context
+                    made.ahead_programs = 64
+                    made.ahead_bytes = 16 << 20
+                    yield made, "fused gemv 0, 16 MB ahead by 64 programs", {}, context
+                    made.ahead_bytes, made.ahead_programs = 0, 128
                     made.early = False
                     yield made, "fused gemv 0, not early", {}, context
                     made.early = True
-                    yield made, "fused gemv 0, carve-out 100", {"carveout": 100}, context
-                    yield made, "fused gemv 0, carve-out 30", {"carveout": 30}, context
                 if context == 256:
                     yield made, "fused gemv 0, rope apart", {"fuse_rope": False}, context
                     yield made, "fused gemv 0, no pdl", {"pdl": False}, context
@@ -806,6 +835,14 @@ def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int
                 if rows <= 64:
                     made.path = "fused"
                     yield made, "tiles", {}, 1024
+                    made.early = False
+                    yield made, "tiles, not early", {}, 1024
+                    made.early = True
+                    if rows == 8 and not quick:
+                        for megabytes in (8, 16, 32):
+                            made.ahead_bytes = min(megabytes << 20, made.layers[0]["ahead"].numel() // 128 * 128)
+                            yield made, f"tiles, {megabytes} MB ahead", {}, 1024
+                        made.ahead_bytes = 0
                     yield made, "tiles, rope apart", {"fuse_rope": False}, 1024
                 del made
 

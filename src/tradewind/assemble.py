@@ -31,6 +31,7 @@ from tradewind.engine.loop import EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.kernels.ops import Ops
 from tradewind.phases import Phases
+from tradewind.sampling.grammar_compile import GrammarCompiler, Vocabulary
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.tokenizer import TextTokenizer
 from tradewind.weights.checkpoint import Checkpoint, open_checkpoint
@@ -125,7 +126,14 @@ def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
     return PlainOps(read_blocks=dequantise, activation_terms=terms), (notice,) if notice else ()
 
 
-def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progress | None = None) -> Executor:
+def make_executor(
+    planned: Planned,
+    ops: Ops,
+    *,
+    phases: Phases,
+    progress: Progress | None = None,
+    grammars: GrammarCompiler | None = None,
+) -> Executor:
     """Weights, pages and the runner: the whole device wing behind its protocol."""
     plan = planned.plan
     with phases("imports"):
@@ -167,8 +175,15 @@ def make_executor(planned: Planned, ops: Ops, *, phases: Phases, progress: Progr
             vocab_size=plan.card.vocab_size,
             hidden=plan.card.hidden,
             tape=plan.numerics.tape and hasattr(ops, "record"),
+            grammars=grammars,
         )
-    return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=getattr(ops, "close", None))
+
+    def close() -> None:
+        if grammars is not None:
+            grammars.shut()
+        getattr(ops, "close", _nothing)()
+
+    return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=close)
 
 
 def build_engine(
@@ -197,7 +212,8 @@ def build_planned(
         undo.callback(reading.join)
         ops, notices = make_ops(plan)
         undo.callback(getattr(ops, "close", _nothing))
-        executor = make_executor(planned, ops, phases=phases, progress=progress)
+        grammars = GrammarCompiler(lambda: _vocabulary(made, plan), vocab_size=plan.card.vocab_size)
+        executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
         undo.callback(executor.close)
         with phases("tokenizer"):
             reading.join()
@@ -206,7 +222,9 @@ def build_planned(
                 raise tokenizer
             template = _template(tokenizer)
         with phases("engine"):
-            scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
+            scheduler = Scheduler(
+                schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars
+            )
             loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
             client = LocalClient(loop)
         undo.pop_all()
@@ -238,6 +256,18 @@ def _caught(checkpoint: Checkpoint) -> TextTokenizer | BaseException:
         return read_tokenizer(checkpoint)
     except BaseException as error:
         return error
+
+
+def _vocabulary(made: Sequence[TextTokenizer | BaseException], plan: Plan) -> Vocabulary:
+    """The tokenizer as grammars see it; asked for with the first grammar, long after it was read."""
+    tokenizer = made[0]
+    assert isinstance(tokenizer, TextTokenizer)
+    return Vocabulary(
+        tokens=[tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
+        special_ids=tokenizer.special_ids,
+        eos_ids=tuple(sorted({*tokenizer.eos_ids, *plan.card.eos_ids})),
+        encode=lambda text: tokenizer.encode(text, add_special=False),
+    )
 
 
 def _template(tokenizer: TextTokenizer) -> ChatTemplate | UserError:

@@ -10,14 +10,17 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing, suppress
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from tradewind import __version__
 from tradewind.contract.errors import EngineDeadError, UserError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from tradewind.config.goals import Goals
     from tradewind.contract.request import SamplingParams
     from tradewind.llm import LLM
@@ -368,13 +371,37 @@ def _open(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
     phases = Phases(began_s=process_began_s() if arguments.is_process else None)
     with phases("python"):
         goals = _goals(arguments)
-    from tradewind.llm import LLM
+    with _no_ctrl_c_lost():
+        from tradewind.llm import LLM
 
-    llm = LLM(goals=goals, progress=not quiet, phases=phases)
+        llm = LLM(goals=goals, progress=not quiet, phases=phases)
     if not quiet:
         for notice in llm.notices:
             _tell(f"tradewind: {notice}")
     return llm
+
+
+@contextmanager
+def _no_ctrl_c_lost() -> Iterator[None]:
+    """Ctrl-C in the block counts even when what it interrupted swallowed the exception, as extension modules do while they are imported."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------------------------------------------------- commands

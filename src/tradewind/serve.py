@@ -112,6 +112,8 @@ def serve(options: ServeOptions, *, log: Log, began_s: float | None = None) -> i
             try:
                 return server.run(listener)
             except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+                    raise
                 raise _no_listener(error, options.host, options.port) from None
         finally:
             engine.close()

@@ -108,6 +108,13 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
@@ -118,13 +125,16 @@ def children(pid: int) -> list[int]:
 class Server:
     """`tradewind serve` on a free port."""
 
-    def __init__(self, folder: Path, *options: str, wait: bool = True, **keys: Any) -> None:
+    def __init__(self, folder: Path, *options: str, wait: bool = True, program: str | None = None, **keys: Any) -> None:
         path = folder / f"script-{time.monotonic_ns()}.json"
         path.write_text(json.dumps(script(**keys)))
         self.lines: list[str] = []
         self.began_s = time.monotonic()
+        command = ["-m", "tradewind", "serve", "--script", str(path), "--port", "0", *options]
+        if program is not None:
+            command = ["-c", program, str(path)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tradewind", "serve", "--script", str(path), "--port", "0", *options],
+            [sys.executable, *command],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -155,8 +165,12 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        (pid,) = children(self.process.pid)
+        (pid,) = self.engines()
         return pid
+
+    def engines(self) -> list[int]:
+        """Processes of engines, from the moment on at which they are more than a fork of the front."""
+        return [pid for pid in children(self.process.pid) if alive(pid) and b"engine_process" in command_line(pid)]
 
     # -- HTTP
 
@@ -199,6 +213,8 @@ class Server:
 
     def close(self) -> None:
         if self.process.poll() is None:
+            for pid in self.engines():
+                os.kill(pid, KILL)
             self.process.kill()
         self.process.wait()
         self._reader.join(PATIENCE_S)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving.process_support import INT, KILL, STOP, TERM, Server, Stream, alive, children, server, wait_until
+from tests.serving.process_support import INT, KILL, STOP, TERM, Server, Stream, alive, server, wait_until
 
 ENDLESS = {"answer": "abcdefgh ", "repeat": True}
 SLOW = {"default": ENDLESS, "step_ms": 5, "slots": 8}
@@ -188,6 +188,30 @@ def test_a4_with_restart_engine_a_new_one_serves(tmp_path: Path) -> None:
         assert made.wait(5) == 0
 
 
+def test_a_server_whose_engine_never_starts_again_gives_up(tmp_path: Path) -> None:
+    from tradewind.serving.http.server import Patience
+
+    assert Patience().restart_delays_s[-1] <= 10 and len(Patience().restart_delays_s) == 5
+    program = (
+        "import sys; from tradewind.config.goals import Goals; from tradewind import serve as s\n"
+        "from tradewind.serving.http import server\n"
+        "server.Patience.__init__.__kwdefaults__['restart_delays_s'] = (0.05, 0.05, 0.05)\n"
+        "o = s.ServeOptions(goals=Goals(model='x'), script=s.Path(sys.argv[1]), port=0, restart_engine=True)\n"
+        "sys.exit(s.serve(o, log=lambda text: print(text, file=sys.stderr, flush=True)))\n"
+    )
+    keys = {**SLOW, "faults": [{"at_step": 1, "do": "exit"}]}
+    made = Server(tmp_path, program=program, **keys)
+    try:
+        for _ in range(4):
+            wait_until(lambda: made.get("/health")[0] == 200, limit_s=5, what="a new engine")
+            assert made.complete()[0] == 503
+        assert made.wait(5) == 1
+        assert len(made.said("the engine died: the engine process ended with exit code 3")) == 4
+        assert made.said("the server gives up")
+    finally:
+        made.close()
+
+
 def test_a_device_that_dies_is_told_and_ends_the_server(tmp_path: Path) -> None:
     with server(tmp_path, **SLOW, faults=[{"at_step": 20, "do": "die"}]) as made:
         status, body, _ = made.complete(max_tokens=100)
@@ -273,8 +297,8 @@ def test_a_signal_while_a_new_engine_starts_ends_at_once(tmp_path: Path) -> None
     with server(tmp_path, "--restart-engine", **SLOW) as made:
         os.kill(made.engine_pid, KILL)
         wait_until(lambda: made.said("a new engine is started in"), limit_s=5)
-        new: list[int] = []
-        wait_until(lambda: new.extend(children(made.process.pid)) or new, limit_s=5, what="the new engine's process")
+        wait_until(made.engines, limit_s=5, what="the new engine's process")
+        new = made.engines()
         os.kill(new[0], STOP)  # a start that takes very long
         made.signal(TERM)
         assert made.wait(4) == 0
@@ -296,8 +320,8 @@ def test_an_idle_server_ends_at_once_on_a_signal(tmp_path: Path) -> None:
 def test_ctrl_c_during_the_start_ends_both_processes(tmp_path: Path) -> None:
     made = Server(tmp_path, wait=False)
     try:
-        found: list[int] = []
-        wait_until(lambda: found.extend(children(made.process.pid)) or found, limit_s=10, what="the engine's start")
+        wait_until(made.engines, limit_s=10, what="the engine's start")
+        found = made.engines()
         made.signal(INT)
         assert made.wait(5) == 130
         wait_until(lambda: not alive(found[0]), limit_s=5)

@@ -56,6 +56,7 @@ class Enter(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     """Held back until sampling.min_tokens are generated."""
     grammar: str | None = None
+    """Request.grammar. Which tokens it allows depends on the token before, so masks are the device wing's own business."""
     adapter: str = ""
 
 
@@ -89,8 +90,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """New page-table entries (four columns): slot's logical page `page_index` of group `page_group` is physical `page_id`; applied
     after `enter` and before the rows run. A dropped window page is sent as page_id 0, the pool's unused null page."""
     moves: tuple[Move, ...] = ()
-    masks: tuple[int, ...] = ()
-    """Slots whose grammar mask must be applied in this step."""
 
     @property
     def rows(self) -> int:
@@ -133,6 +132,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Tickets of the moves that landed."""
     failed: dict[int, str] = msgspec.field(default_factory=dict)
     """By row index: the reason, e.g. "logits are not finite". A failed row has no tokens; its request ends with this reason."""
+    complete: tuple[int, ...] = ()
+    """Row indexes whose grammar allows nothing more behind their last token: their requests end with "stop"."""
     device_s: float = 0.0
     """Time the device worked on this step."""
     host_s: float = 0.0

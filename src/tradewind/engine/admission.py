@@ -14,7 +14,9 @@ from functools import partial
 from tradewind.cache.lease import PageLease, common_chunks
 from tradewind.cache.pages import NULL_PAGE
 from tradewind.config.plan import SchedulePlan
+from tradewind.contract.errors import UserError
 from tradewind.contract.events import Delayed, Scheduled
+from tradewind.contract.grammar import GrammarGate
 from tradewind.engine.budget import room_for_more
 from tradewind.engine.columns import Report
 from tradewind.engine.queue import Policy, WaitingQueue
@@ -43,7 +45,11 @@ class Admission:
         burst_tokens: int,
         preempt: Callable[[Sequence, float, str], None],
         out: list[Report],
+        grammars: GrammarGate | None = None,
     ) -> None:
+        self.compiling: list[Sequence] = []
+        """BLOCKED until their grammars are compiled, in order of arrival."""
+        self._grammars = grammars
         self.queue = WaitingQueue(policy)
         self.recomputed_tokens = 0
         self._schedule = schedule
@@ -60,7 +66,18 @@ class Admission:
     # -- in and out of the queue -------------------------------------------------------------------------------------
 
     def push(self, sequence: Sequence) -> None:
-        """Queues a waiting sequence; a sample whose first sample is at its prompt is blocked on that one."""
+        """Queues a waiting sequence, but blocks it on its grammar, or on the first sample of its prompt where that is at it."""
+        grammar = sequence.request.grammar
+        if grammar is not None:
+            assert self._grammars is not None, "a request with a grammar was let in without a gate"
+            try:
+                ready = self._grammars.ready(grammar)
+            except UserError:
+                ready = False  # `take_grammars` ends it
+            if not ready:
+                sequence.await_grammar()
+                self.compiling.append(sequence)
+                return
         parent = self._parent(sequence)
         if parent is not None and not self._prompt_done(parent):
             sequence.block(parent, pages=WHOLE_PROMPT)
@@ -76,12 +93,36 @@ class Admission:
                 self.queue.push(waiter)
                 self._running.changed = True
 
+    def take_grammars(self) -> list[tuple[Sequence, str]]:
+        """Queues those whose grammars are compiled; returns those whose grammars cannot be, and why. They are still BLOCKED."""
+        if not self.compiling:
+            return []
+        waiting, self.compiling = self.compiling, []
+        refused: list[tuple[Sequence, str]] = []
+        assert self._grammars is not None
+        for sequence in waiting:
+            assert sequence.request.grammar is not None
+            try:
+                ready = self._grammars.ready(sequence.request.grammar)
+            except UserError as error:
+                self.compiling.append(sequence)
+                refused.append((sequence, str(error)))
+                continue
+            if ready:
+                sequence.wake()
+                self.push(sequence)
+            else:
+                self.compiling.append(sequence)
+        return refused
+
     def forget(self, sequence: Sequence) -> None:
         """A sequence ends: takes it out of the queue if it is there."""
         self._told.pop(sequence.id, None)
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
             self._running.changed = True
+        elif sequence in self.compiling:
+            self.compiling.remove(sequence)
 
     # -- admitting ---------------------------------------------------------------------------------------------------
 

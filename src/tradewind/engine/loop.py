@@ -25,6 +25,9 @@ from tradewind.engine.scheduler import Scheduler
 FRUITLESS = 4
 """So many decisions in a row without a step, with requests open and nothing flying, mean that the scheduler is stuck."""
 
+OUTSIDE_S = 0.005
+"""So long the loop waits at most before it looks at its orders, while all that is open waits for grammars."""
+
 
 class Add(msgspec.Struct, frozen=True, tag=True):
     """Order: queue a request."""
@@ -129,6 +132,8 @@ class EngineLoop:
                 self._fruitless = 0
                 self.doing = (f"submit step {step.number}", self._clock())
                 self._executor.submit(step)
+            elif not scheduler.flying and scheduler.wait_outside(OUTSIDE_S):
+                return [*refused, *scheduler.take_reports()]
             elif not scheduler.flying and scheduler.unfinished:
                 self._fruitless += 1
                 assert self._fruitless < FRUITLESS, f"stuck: {scheduler.unfinished} requests open and none can go on"

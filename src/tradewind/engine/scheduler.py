@@ -23,6 +23,7 @@ from tradewind.cache.lease import KVCache
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.errors import RequestError
 from tradewind.contract.events import Arrived, FinishReason, Preempted, StepDone, TokensOut
+from tradewind.contract.grammar import GrammarGate
 from tradewind.contract.request import Request
 from tradewind.contract.step import Enter, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
 from tradewind.engine.admission import WHOLE_PROMPT, Admission, wants_prompt_logprobs
@@ -44,7 +45,9 @@ class Scheduler:
         cache: CachePlan,
         clock: Callable[[], float],
         drafts_per_row: int = 0,
+        grammars: GrammarGate | None = None,
     ) -> None:
+        """Without `grammars` a request with a grammar is refused."""
         assert schedule.max_running >= 1 and schedule.max_tokens_per_step >= 1 and schedule.steps_in_flight >= 1
         self.schedule = schedule
         self.cache = KVCache(groups=cache.groups, pages=cache.pages, prefix_cache=cache.prefix_cache)
@@ -52,6 +55,7 @@ class Scheduler:
         self.burst_tokens = schedule.max_tokens_per_step * schedule.steps_in_flight
         """Most tokens of one sequence that can be submitted and not absorbed."""
         self._clock = clock
+        self._grammars = grammars
         self._policy = POLICIES[schedule.policy]()
         self._live: dict[str, Sequence] = {}
         self._out: list[Report] = []
@@ -64,6 +68,7 @@ class Scheduler:
             burst_tokens=self.burst_tokens,
             preempt=self._preempt,
             out=self._out,
+            grammars=grammars,
         )
         self._deadlines: list[tuple[float, int, str]] = []
         self._number = 0
@@ -103,6 +108,13 @@ class Scheduler:
         """Nothing to decide and nothing in flight."""
         return not self._live and not self._running.flights
 
+    def wait_outside(self, timeout_s: float) -> bool:
+        """Waits a moment for what is made elsewhere (grammars); False at once when no sequence waits for such a thing."""
+        if not self._admission.compiling or self._grammars is None:
+            return False
+        self._grammars.wait(timeout_s)
+        return True
+
     def state_of(self, request_id: str) -> State | None:
         """Where a request is; None when it is unknown or over."""
         sequence = self._live.get(request_id)
@@ -125,6 +137,10 @@ class Scheduler:
         if request.id in self._live:
             raise RequestError(f"a request with the id '{request.id}' is already there: ids must differ")
         check_fits(request, cache=self.cache, max_context=self.schedule.max_context, burst_tokens=self.burst_tokens)
+        if request.grammar is not None:
+            if self._grammars is None:
+                raise RequestError("the request has a grammar, but this engine was started without structured output")
+            self._grammars.open(request.grammar)
         sequence = Sequence(request, arrived_s=now, place=self._places)
         self._places += 1
         self._live[request.id] = sequence
@@ -180,6 +196,8 @@ class Scheduler:
         running = self._running
         rows = running.rows
         self._expire(now)
+        for sequence, why in self._admission.take_grammars():
+            self._end(sequence, "error", now, error=why)
         width = 1 + self.drafts_per_row
         budget = self.schedule.max_tokens_per_step
         decode = self._decode_rows(now, width)
@@ -388,7 +406,8 @@ class Scheduler:
         for full in slot[generated - rows.stored[slot] == RECENT].tolist():
             rows.store(full)
         stops = (rows.stop[slot] == tokens[:, None]).any(axis=1) & (generated > rows.min_tokens[slot])
-        ends = stops | (generated >= rows.max_tokens[slot])
+        whole = np.isin(np.flatnonzero(plain), result.complete) if result.complete else np.zeros_like(stops)
+        ends = stops | whole | (generated >= rows.max_tokens[slot])
         going = ~ends
         if going.any():
             self._out.append(
@@ -401,21 +420,33 @@ class Scheduler:
                     prompt=rows.prompt[slot[going]],
                 )
             )
-        for ended, token, stopped in zip(slot[ends].tolist(), tokens[ends].tolist(), stops[ends].tolist(), strict=True):
+        for ended, token, stopped, complete in zip(
+            slot[ends].tolist(), tokens[ends].tolist(), stops[ends].tolist(), whole[ends].tolist(), strict=True
+        ):
             sequence = rows.sequences[ended]
             assert sequence is not None
-            self._end(sequence, "stop" if stopped else "length", now, tokens=(token,))
+            finish: FinishReason = "stop" if stopped or complete else "length"
+            self._end(sequence, finish, now, tokens=(token,), stop_token=token if stopped else None)
         for row in np.flatnonzero(valid & (brought > 0) & ~plain).tolist():
             first, last = int(result.offset[row]), int(result.offset[row + 1])
-            self._take_row(int(flight.slot[row]), result.tokens[first:last].tolist(), result.logprobs.get(row), now)
+            self._take_row(
+                int(flight.slot[row]),
+                result.tokens[first:last].tolist(),
+                result.logprobs.get(row),
+                now,
+                whole=row in result.complete,
+            )
 
-    def _take_row(self, slot: int, tokens: list[int], logprobs: RowLogprobs | None, now: float) -> None:
+    def _take_row(
+        self, slot: int, tokens: list[int], logprobs: RowLogprobs | None, now: float, *, whole: bool = False
+    ) -> None:
         """One row's tokens, several or with logprobs; what comes after the end is cut off."""
         rows = self._running.rows
         sequence = rows.sequences[slot]
         assert sequence is not None
         finish: FinishReason | None = None
         kept: list[int] = []
+        stop_token: int | None = None
         for token in tokens:
             generated = int(rows.generated[slot]) + 1
             rows.recent[slot, (generated - 1) % RECENT] = token
@@ -424,6 +455,8 @@ class Scheduler:
                 rows.store(slot)
             kept.append(token)
             if generated > rows.min_tokens[slot] and token in rows.stop[slot]:
+                finish, stop_token = "stop", token
+            elif whole and len(kept) == len(tokens):
                 finish = "stop"
             elif generated >= rows.max_tokens[slot]:
                 finish = "length"
@@ -432,7 +465,7 @@ class Scheduler:
         sampled = logprobs.sampled[: len(kept)] if logprobs is not None else ()
         if finish:
             rows.computed[slot] -= len(tokens) - len(kept)  # the KV of guesses after the end is not the text's
-            self._end(sequence, finish, now, tokens=tuple(kept), logprobs=sampled)
+            self._end(sequence, finish, now, tokens=tuple(kept), logprobs=sampled, stop_token=stop_token)
             return
         self._out.append(
             TokensOut(
@@ -457,11 +490,14 @@ class Scheduler:
         *,
         tokens: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
+        stop_token: int | None = None,
         error: str | None = None,
     ) -> None:
         """Ends a request in any state and says so, once; its slot and pages follow when no step touches them any more."""
         rows = self._running.rows
         del self._live[sequence.id]
+        if sequence.request.grammar is not None and self._grammars is not None:
+            self._grammars.close(sequence.request.grammar)
         sequence.finish, sequence.error = finish, error
         if sequence.slot >= 0:
             sequence.generated = int(rows.generated[sequence.slot])
@@ -473,7 +509,7 @@ class Scheduler:
                 logprobs=logprobs,
                 prompt_logprobs=_take_prompt_logprobs(sequence),
                 finish=finish,
-                stop_token=tokens[-1] if tokens and finish == "stop" else None,
+                stop_token=stop_token,
                 error=error,
                 cached_tokens=sequence.cached_tokens,
                 prompt_tokens=sequence.prompt_tokens,

@@ -171,6 +171,10 @@ class Sequence:
         self.held_pages = pages
         on.waiters.append(self)
 
+    def await_grammar(self) -> None:
+        """Waits until its grammar is compiled."""
+        self._become(State.BLOCKED)
+
     def wake(self) -> None:
         """Goes back to the queue, at its old place."""
         self._become(State.WAITING)

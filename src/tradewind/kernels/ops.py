@@ -164,6 +164,15 @@ class Ops(Protocol):
     ) -> None:
         """x += delta (in place, when given); out = x / rms(x) * weight. All [T, E]; out may be delta."""
 
+    def add_layer_norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, *, eps: float, out: Tensor, count: Count
+    ) -> None:
+        """x += delta (in place, when given); out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, variance over all E values.
+        All [T, E]; out may be x (a post-norm stream) or delta."""
+
+    def gelu(self, x: Tensor, *, count: Count) -> None:
+        """x = x Phi(x) in place, Phi the normal distribution function (the erf form, not the tanh one); x [T, F]."""
+
     def linear(self, x: Tensor, weight: PackedMatrix, *, bias: Tensor | None, out: Tensor, count: Count) -> None:
         """out[T, N] = x[T, K] @ weight.T + bias. With int8 compute x is quantised per 32 values (symmetric, absmax / 127)."""
 
@@ -204,8 +213,10 @@ class Ops(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
-        """Causal paged attention. q, out [T, H * D]. With a window w position p sees p - w + 1 .. p. Softmax in float32; `sinks` [H] adds
+        """Paged attention. q, out [T, H * D]. Causal: position p sees 0 .. p; otherwise every token sees all `lengths` keys of its row (an
+        encoder, whose whole text is one row of one step; no window then). With a window w position p sees p - w + 1 .. p. Softmax in float32; `sinks` [H] adds
         exp(sink) to the denominator; softcap c: scores -> c tanh(scores / c)."""
 
     def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:

@@ -131,6 +131,21 @@ class PlainOps:
         x[:n] = added
         as_torch(out)[:n] = normed
 
+    def add_layer_norm(
+        self, x: Any, delta: Any | None, weight: Any, bias: Any, *, eps: float, out: Any, count: Count
+    ) -> None:
+        n = int(count[0])
+        x = as_torch(x)
+        added, normed = reference.add_layer_norm(
+            x[:n], None if delta is None else as_torch(delta)[:n], as_torch(weight), as_torch(bias), eps=eps
+        )
+        x[:n] = added
+        as_torch(out)[:n] = normed
+
+    def gelu(self, x: Any, *, count: Count) -> None:
+        live = as_torch(x)[: int(count[0])]
+        live.copy_(reference.gelu(live))
+
     def linear(self, x: Any, weight: PackedMatrix, *, bias: Any | None, out: Any, count: Count) -> None:
         n = int(count[0])
         seen = as_seen(as_torch(x)[:n], weight.layout, terms=self._terms)
@@ -187,6 +202,7 @@ class PlainOps:
         softcap: float | None,
         sinks: Any | None,
         out: Any,
+        causal: bool = True,
     ) -> None:
         live = int(rows.rows[0])
         start = as_torch(rows.query_start)[: live + 1]
@@ -203,6 +219,7 @@ class PlainOps:
             window=window,
             softcap=softcap,
             sinks=None if sinks is None else as_torch(sinks),
+            causal=causal,
         )
 
     def gather_rows(self, x: Any, index: Any, *, out: Any, count: Count) -> None:

@@ -38,6 +38,20 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, *, eps: float)
     return x, rms_norm(x, weight, eps=eps)
 
 
+def add_layer_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The stream after adding delta, and (x - mean) / sqrt(variance + eps) * weight + bias of it: both [T, E]. Ba et al. 2016."""
+    x = x if delta is None else x + delta
+    centred = x - x.mean(-1, keepdim=True)
+    return x, centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x Phi(x), Phi the normal distribution function (Hendrycks & Gimpel 2016)."""
+    return x * 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K].T + bias [N]."""
     out = x @ weight.T
@@ -137,13 +151,15 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of every row over its own pages: q [T, H D] -> [T, H D].
+    """Attention of every row over its own pages: q [T, H D] -> [T, H D].
 
     Row r owns tokens query_start[r] .. query_start[r + 1] and lengths[r] keys; its last token sees all of them, the one before it one
     fewer, and so on. With a window w, position p sees p - w + 1 .. p: a page wholly before that may have been dropped (page id 0), so
-    what it holds must not matter.
+    what it holds must not matter. When not causal, every token of a row sees all of its keys, and there is no window.
     """
+    assert causal or window is None, "a window looks back: it is for causal attention"
     out = torch.zeros_like(q)
     for row in range(len(lengths)):
         begin, end, length = int(query_start[row]), int(query_start[row + 1]), int(lengths[row])
@@ -154,7 +170,7 @@ def attention(
 
         position = torch.arange(length - (end - begin), length)[:, None]
         key_position = torch.arange(length)
-        seen = key_position <= position
+        seen = (key_position <= position) | torch.tensor(not causal)
         if window is not None:
             seen &= key_position > position - window
         values = torch.where(seen.any(0)[:, None, None], values, 0)  # 0 * (garbage of a dropped page) must be 0

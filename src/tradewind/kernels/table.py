@@ -23,12 +23,14 @@ def _row(name: str, *, tolerance: float, cpu: str | None) -> OpSpec:
 OPS: dict[str, OpSpec] = {
     spec.name: spec
     for spec in (
+        _row("add_layer_norm", tolerance=ROUNDING, cpu="add_layer_norm"),
         _row("add_rms_norm", tolerance=ROUNDING, cpu="add_rms_norm"),
         _row("attention", tolerance=ROUNDING, cpu="attention"),
         _row("copy_pages", tolerance=EXACT, cpu=None),
         _row("embed", tolerance=EXACT, cpu="embed"),
         _row("gated_linear", tolerance=ROUNDING, cpu="gated_linear"),
         _row("gather_rows", tolerance=EXACT, cpu="gather_rows"),
+        _row("gelu", tolerance=ROUNDING, cpu="gelu"),
         _row("linear", tolerance=ROUNDING, cpu="linear"),
         _row("logprobs", tolerance=ROUNDING, cpu="logprobs"),
         _row("rope_angles", tolerance=ROUNDING, cpu="rope_angles"),

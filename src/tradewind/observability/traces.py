@@ -18,7 +18,8 @@ from tradewind.observability.lives import Life, Listener, ReceiptLike, tenant_ha
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.util.types import AttributeValue
 
 REMEMBERED = 4096

@@ -67,6 +67,7 @@ class LocalExecutor:
             self._steps.put(None)
             self._thread.join()
             self._thread = None
+        self._runner.close()
         if self._at_close is not None:
             self._at_close()
             self._at_close = None

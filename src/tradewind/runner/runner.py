@@ -7,7 +7,7 @@ Knows: the order of a step (slots, moves, forward, head, sample) and the tape. R
             page copies (copy-on-write)
             tape.run()   or   model.forward(batch)                  the bulk
             head over rows that want logits, in groups of `head_rows`
-            logprobs, sample, token -> slot                         -> result
+            grammar masks, logprobs, sample, token -> slot          -> result
 
 Which thread calls is the executor's business (runner/executor.py).
 """
@@ -15,6 +15,7 @@ Which thread calls is the executor's business (runner/executor.py).
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -27,9 +28,12 @@ from tradewind.device.slots import Slots
 from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
 from tradewind.models.registry import Model
 from tradewind.sampling.columns import SlotSampling
+from tradewind.sampling.grammar import GrammarSlots
+from tradewind.sampling.grammar_compile import GrammarCompiler
 from tradewind.sampling.logprobs import LogprobArrays
 
 NOT_FINITE = "the model's logits are not finite"
+NO_TOKEN = "no token is left: the grammar's next ones are all forbidden by bad_words or min_tokens, or the logits are not finite"
 
 
 class Recorder(Protocol):
@@ -55,12 +59,17 @@ class StepRunner:
         hidden: int,
         tape: bool,
         head_rows: int = 32,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._model, self._ops, self._kv, self._groups = model, ops, kv, groups
         self._head_rows = head_rows
         self._capacity = max_tokens_per_step
         self._slots = Slots(slots=max_running, max_context=max_context, groups=groups)
         self._sampling = SlotSampling(slots=self._slots, rows=head_rows)
+        self._grammar: GrammarSlots | None = None
+        if grammars is not None:
+            assert grammars.vocab_size == vocab_size, (grammars.vocab_size, vocab_size)
+            self._grammar = GrammarSlots(compiler=grammars, slots=max_running, rows=head_rows)
         self._arrays = StepArrays.allocate(capacity=max_tokens_per_step, rows=max_running, slots=self._slots)
         self._batch = self._forward_batch()
         self._want_tape = tape
@@ -113,9 +122,13 @@ class StepRunner:
         began = time.perf_counter()
         for slot in step.leave:
             self._slots.leave(slot)
+            if self._grammar is not None:
+                self._grammar.leave(slot)
         for enter in step.enter:
             self._slots.enter(enter)
             self._sampling.enter(enter)
+            if self._grammar is not None:
+                self._grammar.enter(enter)
         self._slots.turn_pages(step)
         self._check(step)
         lay_out(step, self._slots, self._arrays)
@@ -126,7 +139,7 @@ class StepRunner:
                 self._ops.copy_pages(self._kv[layer], move.source, move.target)
         if step.rows:
             self._forward()
-        tokens, logprobs, failed = self._choose(step)
+        tokens, logprobs, failed, complete = self._choose(step)
         offset = np.zeros(step.rows + 1, np.int32)
         np.cumsum(tokens >= 0, out=offset[1:], dtype=np.int32)
         return StepResult(
@@ -138,6 +151,7 @@ class StepRunner:
             logprobs=logprobs,
             moved=tuple(move.ticket for move in step.moves),
             failed=failed,
+            complete=complete,
             device_s=time.perf_counter() - laid_out,
             host_s=laid_out - began,
         )
@@ -177,13 +191,21 @@ class StepRunner:
         self._ops.gather_rows(self._hidden, self._head_index, out=self._head_hidden, count=self._head_count)
         self._model.logits(self._head_hidden, out=self._logits, count=self._head_count)
 
-    def _choose(self, step: Step) -> tuple[Ints, dict[int, RowLogprobs], dict[int, str]]:
-        """Logits, logprobs and one token for every row that wants them: (token per row or -1, logprobs, failures)."""
+    def close(self) -> None:
+        """Ends the threads that this has started."""
+        if self._grammar is not None:
+            self._grammar.close()
+
+    def _choose(self, step: Step) -> tuple[Ints, dict[int, RowLogprobs], dict[int, str], tuple[int, ...]]:
+        """Logits, logprobs and one token for every row that wants them.
+
+        (token per row or -1, logprobs, failures, rows whose grammar is complete).
+        """
         chosen = np.full(step.rows, -1, np.int32)
         logprobs: dict[int, RowLogprobs] = {}
         failed: dict[int, str] = {}
         if not step.wants.any():
-            return chosen, logprobs, failed
+            return chosen, logprobs, failed, ()
         self._prompt_logprobs(step, logprobs)
         sampling = np.flatnonzero((step.wants == Wants.LAST) | (step.wants == Wants.ALL))
         last = self._arrays.query_start[1 : step.rows + 1] - 1
@@ -198,13 +220,19 @@ class StepRunner:
             # Raw logprobs need the logits twice: before sampling destroys them, and with the token that sampling chose.
             raw = self._host_logits(count) if wanted.max(initial=-1) >= 0 else None
             columns = self._sampling.gather(slot, position)
+            stuck: dict[int, str] = {}
+            if self._grammar is not None:
+                mask, stuck = self._grammar.masks(slot)
+                if mask is not None:
+                    columns = replace(columns, mask=mask)
             self._ops.sample(self._logits, columns, out=self._sampled, count=self._head_count)
             tokens = self._ops.host(self._sampled)[:count].copy()
+            tokens[list(stuck)] = -1
             good = tokens >= 0
             self._slots.append(slot[good], position[good], tokens[good])
             chosen[rows] = tokens
-            for row in rows[~good]:
-                failed[int(row)] = NOT_FINITE
+            for place in np.flatnonzero(~good):
+                failed[int(rows[place])] = stuck.get(int(place)) or self._why_none(int(slot[place]))
             if raw is not None:
                 arrays = self._logprobs(raw, tokens, top=int(wanted.max()))
                 for i in range(count):
@@ -212,7 +240,15 @@ class StepRunner:
                         record = arrays.record(i, token=int(tokens[i]), top=int(wanted[i]))
                         before = logprobs.get(int(rows[i]), RowLogprobs())
                         logprobs[int(rows[i])] = RowLogprobs(sampled=(record,), prompt=before.prompt)
-        return chosen, logprobs, failed
+        complete: tuple[int, ...] = ()
+        if self._grammar is not None:
+            drawn = np.flatnonzero(chosen >= 0)
+            places = self._grammar.advance(step.slot[drawn], chosen[drawn])
+            complete = tuple(int(drawn[place]) for place in places)
+        return chosen, logprobs, failed, complete
+
+    def _why_none(self, slot: int) -> str:
+        return NO_TOKEN if self._grammar is not None and self._grammar.constrained(slot) else NOT_FINITE
 
     def _prompt_logprobs(self, step: Step, into: dict[int, RowLogprobs]) -> None:
         """Logprobs of the known tokens that follow each position of rows that want all their logits."""

@@ -202,6 +202,19 @@ class CpuOps:
             "add_rms_norm", x, delta, weight, x.shape[1], float(eps), out, count, label=f"add_rms_norm {list(x.shape)}"
         )
 
+    def add_layer_norm(
+        self, x: Array, delta: Array | None, weight: Array, bias: Array, *, eps: float, out: Array, count: Count
+    ) -> None:
+        _check(x, delta, weight, bias, out, count)
+        self._call(
+            "add_layer_norm", x, delta, weight, bias, x.shape[1], float(eps), out, count,
+            label=f"add_layer_norm {list(x.shape)}",
+        )  # fmt: skip
+
+    def gelu(self, x: Array, *, count: Count) -> None:
+        _check(x, count)
+        self._call("gelu", x, x.shape[1], count, label=f"gelu {list(x.shape)}")
+
     def linear(self, x: Array, weight: PackedMatrix, *, bias: Array | None, out: Array, count: Count) -> None:
         _check(x, bias, out, count)
         assert x.shape[1] == weight.k, f"{x.shape} by a matrix [{weight.n}, {weight.k}]"
@@ -302,14 +315,17 @@ class CpuOps:
         softcap: float | None,
         sinks: Array | None,
         out: Array,
+        causal: bool = True,
     ) -> None:
         _check(q, rows.query_start, rows.lengths, rows.page_table, rows.rows, sinks, out)
         assert q.shape[1] == heads * kv.head_dim, (q.shape, heads, kv.head_dim)
         assert heads % kv.kv_heads == 0, (heads, kv.kv_heads)
+        assert causal or window is None, "a window looks back: it is for causal attention"
         self._call(
             "attention", q, kv.k, kv.v, KV_FORMATS[kv.format], kv.page_tokens, kv.kv_heads, heads, kv.head_dim, rows.query_start,
-            rows.lengths, rows.page_table, rows.page_table.shape[1], rows.rows, float(scale), window or 0, float(softcap or 0), sinks, out,
-            self._parts, self._parts.nbytes, label=f"attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
+            rows.lengths, rows.page_table, rows.page_table.shape[1], rows.rows, float(scale), (window or 0) if causal else -1,
+            float(softcap or 0), sinks, out, self._parts, self._parts.nbytes,
+            label=f"attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
         )  # fmt: skip
 
     def gather_rows(self, x: Array, index: Array, *, out: Array, count: Count) -> None:

@@ -1,4 +1,4 @@
-// Causal attention over paged keys and values, for rows of any length: one token of a decode step or a whole prompt.
+// Attention (causal, or of every token to all) over paged keys and values, for rows of any length: one token of a decode step or a whole prompt.
 //
 // One order of operations for everyone. The keys of a row are cut into parts of 256 positions, counted from position 0. A query's softmax
 // over one part is computed on its own (maximum, sum, weighted values), and parts are merged in order, first to last. Every query does
@@ -98,7 +98,8 @@ struct Phases {
 #define TW_SOURCE "attention.cpp"
 #include "each_level.h"
 
-// q, k, v, format, page tokens, G, H, D, query_start, lengths, page_table, its width, rows, scale, window (0: none), softcap (0: none),
+// q, k, v, format, page tokens, G, H, D, query_start, lengths, page_table, its width, rows, scale, window (0: none, -1: not causal, every
+// token sees all keys of its row), softcap (0: none),
 // sinks (0: none), out, scratch for parts, its bytes
 TW_OP(attention, 20) {
     using namespace tw;
@@ -313,7 +314,8 @@ struct Work {
     void take_sights() {
         for (int64_t token = 0; token < tile.tokens; ++token) {
             const int64_t row = tile.row + (tile.rows > 1 ? token : 0);
-            const int64_t end = job.lengths[row] - job.query_start[row + 1] + tile.token + token;
+            const int64_t own = job.lengths[row] - job.query_start[row + 1] + tile.token + token;
+            const int64_t end = job.window < 0 ? job.lengths[row] - 1 : own;
             const int64_t begin = job.window > 0 ? greater(0, end - job.window + 1) : 0;
             for (int64_t line = token * group; line < (token + 1) * group; ++line) first[line] = begin, last[line] = end;
         }

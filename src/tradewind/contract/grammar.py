@@ -1,0 +1,64 @@
+"""What `Request.grammar` says, and the door at which a sequence waits until it is compiled.
+
+Knows: the text form of a constraint on an answer. Refuses to know: where it comes from (serving), how it is compiled and kept (sampling).
+
+      serving/structured.py            Grammar -> text, in Request.grammar
+      sampling/grammar_compile.py      text -> matcher, in threads of its own; a GrammarGate
+      engine/admission.py              BLOCKED while the gate says "not yet"
+      sampling/grammar.py              one matcher per slot, one mask per sampled row
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from tradewind.contract.errors import RequestError
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A constraint on the tokens of one answer."""
+
+    kind: Kind
+    """For messages only."""
+    lark: str
+    """The language of the answer, in llguidance's dialect of Lark, rule `start`."""
+    thinking: bool = False
+    """The answer begins inside reasoning: nothing is constrained until the token `end` has come."""
+    begin: int | None = None
+    """A token that may open reasoning as the answer's first."""
+    end: int | None = None
+    """The token that ends reasoning; None when there is none, or when `lark` describes the reasoning itself."""
+    spare_blanks: bool = False
+    """White space carries nothing in this language (JSON), so that a flood of it is stemmed."""
+
+    def encode(self) -> str:
+        """The text form; equal grammars have equal texts."""
+        return msgspec.json.encode(self).decode()
+
+
+def decode_grammar(text: str) -> Grammar:
+    """The grammar of a text form. Raises RequestError when it is none."""
+    try:
+        return msgspec.json.decode(text, type=Grammar)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the request's grammar cannot be read: {error}") from None
+
+
+class GrammarGate(Protocol):
+    """Compiles beside the engine. Every `open` is paired with one `close`; in between the result is kept. Thread-safe."""
+
+    def open(self, text: str) -> None:
+        """Begins to compile a text unless that was done; does not wait."""
+
+    def ready(self, text: str) -> bool:
+        """Whether an opened text is compiled. Raises RequestError, in one sentence, when it cannot be, or took too long."""
+
+    def close(self, text: str) -> None:
+        """Gives back one `open`."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when a compilation ends, or after the time-out."""
