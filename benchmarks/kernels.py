@@ -11,7 +11,6 @@ runs the op on enough different buffers to defeat the L2 cache. `--shards n` com
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ import triton
 
 from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, skinny, step
 from tradewind.kernels.triton import sample as sampling
-from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig
+from tradewind.kernels.triton.tuning import DEFAULT, DecodeConfig, GemvConfig, PrefillConfig, TileConfig, tuned
 
 BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 COLD_BYTES = 400e6
@@ -86,8 +85,6 @@ class Case:
     flops: float = 0.0
     error: Callable[[], float] | None = None
     tolerance: float = 1e-2
-    before: Callable[[], None] | None = None
-    """Runs between the first, compiling call and the timed ones."""
 
 
 @dataclass
@@ -178,18 +175,6 @@ def graph_us(calls: list[Callable[[], None]], *, budget_ms: float = 40.0) -> flo
     return statistics.median(timed(replays) for _ in range(5)) * 1e3 / len(calls)
 
 
-def set_carveout(percent: int) -> None:
-    """Asks the driver for a split of shared memory and L1 for every kernel compiled so far; -1: as it likes. An experiment: a multiprocessor
-    must be empty to change its split, so kernels that want different ones cannot overlap."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    for module in (decode, elementwise, norm, prefill, rope, skinny, step, sampling):
-        for item in vars(module).values():
-            for cache in getattr(item, "device_caches", {}).values():
-                for kernel in cache[0].values():
-                    if kernel.module is not None:
-                        assert cuda.cuFuncSetAttribute(ctypes.c_void_p(kernel.function), 9, percent) == 0
-
-
 def ceilings() -> dict[str, float]:
     """Copy and read bandwidth in bytes/s, bf16 and fp8 matmul in FLOP/s, measured now."""
     x, y = torch.randn(2**31, device="cuda"), torch.empty(2**31, device="cuda")  # 8.6 GB each
@@ -221,12 +206,12 @@ GEMV = [
 """Candidates of one input row."""
 TILES = {
     8: [
-        TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 2, 4, 4), TileConfig(16, 64, 128, 4, 4, 4), TileConfig(8, 64, 128, 4, 4, 4),
-        TileConfig(16, 64, 256, 4, 4, 3), TileConfig(16, 128, 128, 1, 4, 3), TileConfig(16, 128, 128, 4, 4, 3), TileConfig(16, 64, 128, 4, 4, 4, 16),
+        TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4), TileConfig(8, 64, 128, 4, 4, 4), TileConfig(16, 64, 256, 4, 4, 3),
+        TileConfig(16, 128, 128, 1, 4, 3), TileConfig(16, 64, 256, 1, 4, 3), TileConfig(16, 64, 128, 4, 4, 6),
     ],
     16: [TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4)],
-    32: [TileConfig(32, 64, 128, 1, 4, 4), TileConfig(32, 64, 128, 4, 4, 4), TileConfig(32, 128, 128, 1, 4, 3), TileConfig(32, 128, 64, 2, 4, 4)],
-    64: [TileConfig(64, 64, 128, 1, 4, 3), TileConfig(64, 64, 128, 4, 4, 3), TileConfig(64, 128, 64, 1, 4, 4), TileConfig(64, 128, 64, 2, 4, 4), TileConfig(64, 128, 128, 1, 8, 3)],
+    32: [TileConfig(32, 64, 128, 1, 4, 4), TileConfig(32, 64, 128, 4, 4, 4), TileConfig(32, 128, 128, 1, 4, 3)],
+    64: [TileConfig(64, 64, 128, 1, 4, 3), TileConfig(64, 64, 128, 4, 4, 3), TileConfig(64, 128, 64, 1, 4, 4)],
 }  # fmt: skip
 """Candidates by number of input rows."""
 
@@ -367,9 +352,9 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                 if not bench.dry:
                     truth = torch.cat(attention_truth(q, k, v, starts, lengths, table[:batch], heads=model.heads, scale=scale, rows=rows))
                 splits = {1: (8, 16, 32), 8: (4, 8), 32: (1, 2, 4), 128: (1, 2), 256: (1,)}[batch]
-                forms = [(64, 4, 3), (128, 4, 2), (64, 4, 2), (32, 2, 3), (128, 8, 3), (32, 4, 4)]
+                forms = [(64, 4, 2), (32, 2, 3), (128, 4, 2), (64, 4, 3), (128, 8, 3)]
                 for split in splits:
-                    for form in forms if batch > 8 else forms[:4]:
+                    for form in forms if batch > 8 else forms[:3]:
                         config = DecodeConfig(split, *form)
                         work = bench.empty(decode.decode_workspace_floats(batch, heads=model.heads, head_dim=model.head_dim, splits=split), dtype=F32)
                         arrived = bench.zeros(batch * model.kv_heads)
@@ -396,7 +381,7 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
         for context in (256, 1024):
             count = 28
             weight = [bench.normal(model.qkv, model.hidden, scale=model.hidden**-0.5) for _ in range(count)]
-            table, total = bench.table(count, context // 64 + 1)
+            table, total = bench.table(count, context // 64 + 4)
             shape = (total, model.kv_heads, 64, model.head_dim)
             k, v = bench.normal(*shape), bench.normal(*shape)
             x, gain = bench.normal(1, model.hidden, dtype=F32), bench.normal(model.hidden)
@@ -413,10 +398,7 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
             bare = [lambda i=i, linear=linear: linear(i, False) for i in range(count)]
             name = f"{model.name} qkv + attention ctx={context}"
             yield Case("chain", name, "qkv alone", bare)
-            for split, block_n, warps, stages in (
-                (1, 128, 8, 2), (1, 64, 4, 3), (2, 128, 8, 2), (2, 128, 4, 2), (4, 64, 4, 2), (4, 64, 2, 2), (8, 32, 2, 2), (8, 32, 1, 2), (8, 64, 2, 2),
-                (16, 16, 1, 2), (16, 32, 1, 2), (16, 64, 4, 2), (32, 32, 2, 2), (32, 32, 1, 2),
-            ):  # fmt: skip
+            for split, block_n, warps, stages in ((1, 128, 8, 2), (8, 32, 2, 2), (8, 64, 4, 2), (32, 32, 2, 2)):
                 config = DecodeConfig(split, block_n, warps, stages)
                 work = bench.empty(decode.decode_workspace_floats(1, heads=model.heads, head_dim=model.head_dim, splits=split), dtype=F32)
                 arrived = bench.zeros(model.kv_heads)
@@ -430,19 +412,14 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
                     else:
                         decode.paged_decode(qkv, k, v, angles=angles, q_weight=weights[0], k_weight=weights[1], eps=1e-6, early=mode == "early", **common)
 
-                for mode in ("early", "fused") if split in (1, 4, 16) and warps > 1 else ("early",):
+                for mode in ("early", "fused") if split > 1 and block_n == 32 else ("early",):
                     yield Case("chain", name, f"{mode} {tag(config)}", [lambda i=i, m=mode, attend=attend: attend(i, m) for i in range(count)])
-            for percent in (100, 30):
-                before = lambda percent=percent: set_carveout(percent)  # noqa: E731
-                yield Case("chain", name, f"early, carve-out {percent}", [lambda i=i, attend=attend: attend(i, "early") for i in range(count)], before=before)
-                yield Case("chain", name, f"qkv alone, carve-out {percent}", bare, before=before)
             yield Case("chain", name, "apart", [lambda i=i, attend=attend: attend(i, "apart") for i in range(count)])
 
 
 def prefill_cases(bench: Bench) -> Iterator[Case]:
     forms = [
-        (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3, True), (128, 64, 8, 3, True), (64, 64, 4, 3, True), (128, 64, 4, 2, True),
-        (64, 64, 4, 2, True), (128, 64, 8, 2, True), (128, 64, 4, 4, True),
+        (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3, True), (128, 64, 8, 3, True), (128, 64, 4, 2, True),
     ]  # fmt: skip
     for model in MODELS:
         if model.name == "llama-3.2-1b":
@@ -547,7 +524,7 @@ def small_cases(bench: Bench) -> Iterator[Case]:
 
             for name, made, filtered in (
                 ("greedy", None, False), ("temperature", columns(), False), ("top-p 0.9", columns(top_p=0.9), True),
-                ("top-k 50 top-p 0.95", columns(top_k=50, top_p=0.95), True),
+                ("top-k 50 top-p 0.95", columns(top_k=50, top_p=0.95), True), ("top-k 50", columns(top_k=50), True),
             ):  # fmt: skip
                 run = lambda x=logits, c=made, o=out, w=work, f=filtered: sampling.sample(x, c, out=o, workspace=w, filtered=f, pdl=True)  # noqa: E731
                 yield Case("sample", f"{model.name} {name} L={rows}", "", [run] * 4, bytes=rows * model.vocabulary * 4)
@@ -582,7 +559,7 @@ class DecodeStep:
         self.bench, self.model, self.rows, self.path, self.fp8, self.config, self.page = bench, model, rows, path, fp8, config, page
         m, e, f = model, model.hidden, model.intermediate
         q = m.heads * m.head_dim
-        self.early, self.ahead_bytes, self.ahead_programs = True, 0, 128
+        self.early = True
         self.layers = []
         depth = 1 if bench.dry else m.layers
         for _ in range(depth):
@@ -591,15 +568,6 @@ class DecodeStep:
                 "gate_up": bench.normal(2 * f, e, scale=e**-0.5), "down": bench.normal(e, f, scale=0.5 * f**-0.5),
             }  # fmt: skip
             layer = {name: fp8_weight(bench, w) if fp8 else (w, None) for name, w in layer.items()}
-            # One piece of memory for what follows the attention, so that one range says what to ask into L2.
-            flat = torch.cat([layer[name][0].view(torch.uint8).flatten() for name in ("o", "gate_up", "down")])
-            place = 0
-            for name in ("o", "gate_up", "down"):
-                weight, scale = layer[name]
-                size = weight.numel() * weight.element_size()
-                layer[name] = flat[place : place + size].view(weight.dtype).view(weight.shape), scale
-                place += size
-            layer["ahead"] = flat
             layer["norms"] = (bench.normal(e, scale=0.1) + 1, bench.normal(e, scale=0.1) + 1)
             layer["head_norms"] = (bench.normal(m.head_dim, scale=0.1) + 1, bench.normal(m.head_dim, scale=0.1) + 1) if m.head_norm else (None, None)
             self.layers.append(layer)
@@ -607,7 +575,7 @@ class DecodeStep:
         self.head = self.embedding if m.tied else bench.normal(m.vocabulary, e, scale=e**-0.5)
         self.final_norm = bench.normal(e, scale=0.1) + 1
         self.angles = bench.angles(m.head_dim)
-        self.table, pages = bench.table(rows, context // page + 1)
+        self.table, pages = bench.table(rows, context // page + 4)
         shape = (pages, m.kv_heads, page, m.head_dim)
         self.k, self.v = ([bench.normal(*shape) for _ in range(depth)] for _ in range(2))
         at = lambda value: torch.full((rows,), value, dtype=torch.int32, device=bench.device)  # noqa: E731
@@ -629,11 +597,6 @@ class DecodeStep:
         need = max(skinny.workspace_floats(n, config=TileConfig(64 if rows > 16 else 16, 64, 128, 4, 4, 4), gated=True) for n in (m.qkv, e, f))
         self.tile_work, self.tile_arrived = bench.empty(need, dtype=F32), bench.zeros(max(m.qkv, e, f) // 8)
 
-    def grow(self, splits: int) -> None:
-        """Workspace for that many splits."""
-        m = self.model
-        self.part = self.bench.empty(decode.decode_workspace_floats(self.rows, heads=m.heads, head_dim=m.head_dim, splits=splits), dtype=F32)
-
     def run(self, *, pdl: bool = True, fuse_rope: bool = True) -> None:
         """One decode step, tokens in self.ids to tokens in self.sampled."""
         elementwise.embed(self.ids, self.embedding, out=self.x, pdl=pdl)
@@ -650,13 +613,13 @@ class DecodeStep:
         k, v = self.k[index], self.v[index]
         if fuse_rope:
             early = pdl and self.path == "fused" and self.early
-            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **self._ahead(layer, pdl), **common)
+            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **common)
             return
         rope.rope_store(
             self.qkv, self.angles, self.slots, k, v, heads=m.heads, q_weight=q_norm, k_weight=k_norm, eps=1e-6, positions=self.positions,
             out=self.q, pdl=pdl,
         )  # fmt: skip
-        decode.paged_decode(self.q, k, v, **self._ahead(layer, pdl), **common)
+        decode.paged_decode(self.q, k, v, **common)
 
     def _quantised(self, x, pdl: bool) -> tuple:
         """Input and options of a tile matmul with FP8 weights."""
@@ -665,11 +628,6 @@ class DecodeStep:
         small = self.attended8 if x is self.attended else self.inner8
         norm.quantise_tokens(x, out=small, scale=self.token_scale, pdl=pdl)
         return small, {"x_scale": self.token_scale}
-
-    def _ahead(self, layer, pdl: bool) -> dict:
-        if not self.ahead_bytes or not pdl:
-            return {}
-        return {"ahead": layer["ahead"][: self.ahead_bytes], "ahead_programs": self.ahead_programs}
 
     def _fused(self, pdl: bool, fuse_rope: bool) -> None:
         def linear(name, x, weight, out, **more):
@@ -763,86 +721,64 @@ class DecodeStep:
         return weights + self.rows * int(self.lengths[0]) * m.layers * 2 * m.kv_heads * m.head_dim * self.k[0].element_size()
 
 
-def gemv_choice(model: Shape, fp8: bool, variant: int) -> dict:
-    """GEMV constants of a whole step: variant picks one of a few sets."""
-    small, middle, large = GemvConfig(4, 1024, 4), GemvConfig(2, 2048, 4), GemvConfig(4, 2048, 8)
-    deep, eight = GemvConfig(2, 4096, 8), GemvConfig(8, 512, 4)
-    head = small if model.hidden == 1024 else large
-    if fp8:
-        whole, four = TileConfig(16, 128, 128, 1, 4, 3), GemvConfig(4, 512, 2)
-        sets = [(four, four, whole, eight), (four, four, middle, eight), (TileConfig(16, 64, 256, 4, 4, 3), four, whole, eight)]
-    elif model.hidden == 1024:
-        sets = [(small, GemvConfig(1, 2048, 2), GemvConfig(2, 1024, 2), middle), (small, middle, GemvConfig(2, 1024, 2), deep), (small, middle, GemvConfig(2, 1024, 2), GemvConfig(1, 4096, 4))]
-    elif model.hidden == 2048:
-        one = GemvConfig(1, 2048, 2)
-        sets = [(small, middle, middle, one), (small, one, middle, one), (middle, middle, middle, one)]
-    else:
-        sets = [(large, middle, deep, large), (large, deep, deep, large), (deep, deep, deep, middle)]
-    return dict(zip(("qkv", "o", "gate_up", "down"), sets[variant], strict=True)) | {"head": head}
+def matrices(model: Shape) -> dict[str, tuple[int, int, int]]:
+    """(outputs, weight rows, depth) of each matmul of a layer and of the head."""
+    e, f, q = model.hidden, model.intermediate, model.heads * model.head_dim
+    return {"qkv": (model.qkv, model.qkv, e), "o": (e, e, q), "gate_up": (f, 2 * f, e), "down": (e, e, f), "head": (model.vocabulary, model.vocabulary, e)}
 
 
-def tile_choice(model: Shape, rows: int, fp8: bool) -> dict:
-    """Tile constants of a whole step with 2..64 rows."""
-    bm = max(16, triton.next_power_of_2(rows))
-    stages = 4 if bm < 64 else 3
-    whole, split = TileConfig(bm, 64, 128, 1, 4, stages), TileConfig(bm, 64, 128, 4, 4, stages)
-    o = TileConfig(bm, 64, 128, 4, 4, stages, 4 if fp8 else 8)  # its weights come while the attention runs
-    qkv, gate_up = (split if model.hidden <= 2048 and rows <= 16 else whole), whole
-    if fp8:
-        gate_up = TileConfig(bm, 128, 128, 1, 4, 3) if bm < 64 else whole
-        qkv = TileConfig(16, 64, 256, 4, 4, 3) if bm == 16 else split
-    return {"qkv": qkv, "o": o, "gate_up": gate_up, "down": split, "head": whole}
+def constants(model: Shape, rows: int, fp8: bool) -> dict:
+    """The tuned constants of every matmul of a step; {} where none of ours is used."""
+    table = tuned(DEFAULT)
+    found = {}
+    for name, (outputs, weight_rows, depth) in matrices(model).items():
+        small = fp8 and name != "head"
+        found[name] = table.gemv(outputs, depth, fp8=small) if rows == 1 else table.tile(rows, weight_rows, depth, fp8=small)
+    return {name: config for name, config in found.items() if config is not None}
 
 
 def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int]) -> Iterator[tuple[DecodeStep, str, dict, int]]:
     """Whole steps: (step, candidate, run arguments, context)."""
+    table = tuned(DEFAULT)
     for model in MODELS:
         if model.name not in models:
             continue
         for fp8 in (False, True) if model.name == "llama-3.1-8b" else (False,):
-            for context, split in ((256, 8), (1024, 32)) if 1 in batches else ():
-                configs = {"decode": DecodeConfig(split, 32, 2, 2)}
-                made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=configs | gemv_choice(model, fp8, 0))
-                for variant in range(1 if quick else 3):
-                    made.config = configs | gemv_choice(model, fp8, variant)
-                    yield made, f"fused gemv {variant}", {}, context
-                made.config = configs | gemv_choice(model, fp8, 0)
+            for context in (256, 1024) if 1 in batches else ():
+                best = constants(model, 1, fp8)
+                forms = {"tuned": table.decode(1, context)}
                 if not quick:
-                    for megabytes in (4, 8, 16, 24, 32, 40):
-                        made.ahead_bytes = min(megabytes << 20, made.layers[0]["ahead"].numel() // 128 * 128)
-                        yield made, f"fused gemv 0, {megabytes} MB ahead", {}, context
-                    made.ahead_programs = 64
-                    made.ahead_bytes = 16 << 20
-                    yield made, "fused gemv 0, 16 MB ahead by 64 programs", {}, context
-                    made.ahead_bytes, made.ahead_programs = 0, 128
-                    made.early = False
-                    yield made, "fused gemv 0, not early", {}, context
-                    made.early = True
-                if context == 256:
-                    yield made, "fused gemv 0, rope apart", {"fuse_rope": False}, context
-                    yield made, "fused gemv 0, no pdl", {"pdl": False}, context
+                    forms |= {tag(c): c for c in (DecodeConfig(8, 64, 4, 2), DecodeConfig(4, 64, 4, 2)) if context == 256}
+                    forms |= {tag(c): c for c in (DecodeConfig(16, 64, 4, 2),) if context == 1024}
+                most = DecodeConfig(32, 64, 4, 2)
+                made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=best | {"decode": most})
+                for name, form in forms.items():
+                    made.config = best | {"decode": form}
+                    yield made, f"fused, {name}", {}, context
+                made.config = best | {"decode": forms["tuned"]}
+                if fp8:  # tiles multiply FP8 by FP8 without converting weights, but want the input quantised
+                    made.config |= {"gate_up": TileConfig(16, 128, 128, 1, 4, 3)}
+                    yield made, "fused, gate_up by tiles", {}, context
+                    made.config |= {"qkv": TileConfig(16, 64, 256, 4, 4, 3)}
+                    yield made, "fused, qkv and gate_up by tiles", {}, context
+                    made.config = best | {"decode": forms["tuned"]}
+                made.early = False
+                yield made, "fused, tuned, keys not early", {}, context
+                made.early = True
+                yield made, "fused, tuned, rope apart", {"fuse_rope": False}, context
+                yield made, "fused, tuned, no dependent launch", {"pdl": False}, context
                 del made
-            for rows, split in ((8, 8), (32, 2), (64, 1), (128, 1), (256, 1)):
+            for rows in (8, 32, 64, 128, 256):
                 if rows not in batches:
                     continue
-                forms = {8: (32, 2, 3), 32: (64, 4, 3)}
-                configs = {"decode": DecodeConfig(split, *forms.get(rows, (128, 4, 2)))}
-                tiles = tile_choice(model, rows, fp8) if rows <= 64 else {}
-                made = DecodeStep(bench, model, rows=rows, context=1024, path="matmul", fp8=fp8, config=configs | tiles)
+                config = constants(model, rows, fp8) | {"decode": table.decode(rows, 1024)}
+                made = DecodeStep(bench, model, rows=rows, context=1024, path="matmul", fp8=fp8, config=config)
                 if not quick:
-                    yield made, "matmul", {}, 1024
+                    yield made, "matmul, rope in attention", {}, 1024
                 yield made, "matmul, rope apart", {"fuse_rope": False}, 1024
                 if rows <= 64:
                     made.path = "fused"
-                    yield made, "tiles", {}, 1024
-                    made.early = False
-                    yield made, "tiles, not early", {}, 1024
-                    made.early = True
-                    if rows == 8 and not quick:
-                        for megabytes in (8, 16, 32):
-                            made.ahead_bytes = min(megabytes << 20, made.layers[0]["ahead"].numel() // 128 * 128)
-                            yield made, f"tiles, {megabytes} MB ahead", {}, 1024
-                        made.ahead_bytes = 0
+                    yield made, "tiles, rope in attention", {}, 1024
                     yield made, "tiles, rope apart", {"fuse_rope": False}, 1024
                 del made
 
@@ -885,12 +821,7 @@ def measured(case: Case, limits: dict[str, float]) -> Result:
         if case.error is not None:
             error = case.error()
             torch.cuda.synchronize()
-        if case.before is not None:
-            case.calls[0]()
-            case.before()
         us = graph_us(case.calls)
-        if case.before is not None:
-            set_carveout(-1)
     except Exception as problem:
         return Result(case.group, case.op, case.candidate, 0.0, 0.0, 0.0, 0.0, error, f"{type(problem).__name__}: {str(problem)[:200]}")
     rate, speed = case.bytes / us / 1e-6, case.flops / us / 1e-6
@@ -909,6 +840,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one set of constants per whole step")
     parser.add_argument("--shards", type=int, default=0)
     parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
+    parser.add_argument("--trace", action="store_true", help="name every candidate before it runs")
     parser.add_argument("--out", default=None)
     parser.add_argument("--best", type=int, default=2, help="candidates to print per op")
     args = parser.parse_args()
@@ -938,7 +870,7 @@ def main() -> None:
         if "steps" in groups:
             for index, (made, _, options, _) in enumerate(step_cases(bench, models=models, quick=args.quick, batches=batches)):
                 if args.shard is None or index % args.shards == args.shard:
-                    made.run(**{k: v for k, v in options.items() if k != "carveout"})
+                    made.run(**options)
         print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
         return
 
@@ -962,6 +894,8 @@ def main() -> None:
             Path(args.out).write_text(json.dumps(record, indent=1))
 
     for case in cases():
+        if args.trace:
+            print(f"{time.perf_counter() - began:.1f} {case.op} {case.candidate}", flush=True)
         results.append(measured(case, limits))
         if results[-1].note:
             print(f"! {case.op} {case.candidate}: {results[-1].note}", flush=True)
@@ -972,7 +906,6 @@ def main() -> None:
         previous = None
         for made, candidate, options, context in step_cases(bench, models=models, quick=args.quick, batches=batches):
             name = made.model.name + (" fp8" if made.fp8 else "")
-            carveout = options.pop("carveout", None)
             row = {"model": name, "rows": made.rows, "context": context, "candidate": candidate}
             try:
                 if made.rows <= 8:
@@ -981,15 +914,11 @@ def main() -> None:
                     made.run(**options)
                     row["error"] = difference(made.logits, truth)
                     row["same_token"] = bool((made.sampled.long() == made.logits.argmax(1)).all())
-                if carveout is not None:
-                    set_carveout(carveout)
                 row["ms"] = graph_us([lambda made=made, options=options: made.run(**options)], budget_ms=120) / 1e3
                 row["floor_ms"] = made.floor_bytes() / limits["read"] * 1e3
                 row["peers"] = PEERS.get(name, {}).get(made.rows, "")
             except Exception as problem:
                 row["note"] = f"{type(problem).__name__}: {str(problem)[:200]}"
-            if carveout is not None:
-                set_carveout(-1)
             steps.append(row)
             save()
             print("step", {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)

@@ -88,6 +88,7 @@ def read_card(checkpoint: Checkpoint, *, name: str) -> ModelCard:
         name=name,
         tensors=checkpoint.tensors,
         generation_config=checkpoint.generation_config,
+        sentence=checkpoint.sentence,
     )
 
 

@@ -163,6 +163,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(chat)
     _add_sampling(chat)
 
+    embed = command("embed", _embed, "Print the embedding of each text, a JSON array a line.", arguments=" [TEXT ...]")
+    embed.add_argument("prompts", nargs="*", metavar="TEXT", help="read from standard input when none is given")
+    embed.add_argument("--pooling", choices=["last", "mean", "cls"], help="default: what the model was made for")
+    embed.add_argument("--dimensions", type=_whole, metavar="N", help="only the first N values, normalised again")
+    embed.add_argument("--no-normalise", action="store_true", help="vectors as long as they come")
+    embed.add_argument("--quiet", action="store_true", help="nothing but the vectors: no progress and notices")
+    _add_model(embed)
+
     text = "Print what would be chosen for a model, the memory ledger and every reason; loads no weights."
     plan = command("plan", _plan, text, arguments=" [MODEL]")
     plan.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
@@ -287,6 +295,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--reasoning", metavar="NAME", help="how the model marks its reasoning (default: as its template says)"
     )
+    group.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], default="info", help="default info"
+    )
+    group.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    group.add_argument("--log-requests", action="store_true", help="a line for each finished request")
+    group.add_argument("--otlp-endpoint", metavar="URL", help="send OpenTelemetry spans there")
     group.add_argument(
         "--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md"
     )
@@ -435,6 +449,19 @@ def _generate(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             _tell(llm.summary())
     return 1 if errors else 0
+
+
+def _embed(arguments: argparse.Namespace) -> int:
+    texts: list[str] = arguments.prompts or [_from_stdin()]
+    with _open(arguments, quiet=arguments.quiet) as llm:
+        for vector in llm.embed(
+            texts,
+            pooling=arguments.pooling,
+            normalise=not arguments.no_normalise,
+            dimensions=arguments.dimensions,
+        ):
+            print("[" + ", ".join(str(value) for value in vector) + "]")
+    return 0
 
 
 def _print_outputs(outputs: Sequence[Any], prompts: Sequence[str], *, as_json: bool) -> list[str]:
@@ -599,8 +626,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         cors_origins=tuple(arguments.cors_origin),
         tool_format=arguments.tool_format,
         reasoning=arguments.reasoning,
+        log_level=arguments.log_level,
+        log_json=arguments.log_json,
+        log_requests=arguments.log_requests,
+        otlp_endpoint=arguments.otlp_endpoint,
     )
-    return serve(options, log=lambda text: _tell(f"tradewind: {text}"), began_s=began_s)
+    return serve(options, began_s=began_s)
 
 
 def _techniques(arguments: argparse.Namespace) -> int:

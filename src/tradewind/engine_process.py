@@ -164,8 +164,10 @@ def build_model(start: Start, link: Link[Order]) -> Built:
     """An engine with a model: the parts that `assemble` makes, without the text tools, which the front has."""
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
-        from tradewind.assemble import make_executor, make_ops, make_plan
+        from tradewind.assemble import _vocabulary, make_executor, make_ops, make_plan, read_tokenizer
         from tradewind.engine.scheduler import Scheduler
+        from tradewind.sampling.grammar_compile import GrammarCompiler
+        from tradewind.weights.checkpoint import open_checkpoint
         from tradewind.weights.fetch import RichProgress
     progress = RichProgress()
     planned = make_plan(start.goals, progress=progress, phases=phases)
@@ -173,9 +175,13 @@ def build_model(start: Start, link: Link[Order]) -> Built:
     link.send(Located(path=str(planned.path), plan=plan))
     with phases("ops"):
         ops, notices = make_ops(plan)
-    executor = make_executor(planned, ops, phases=phases, progress=progress)
+    # This process needs the tokenizer for grammars only; it is read when the first one comes, in a thread.
+    grammars = GrammarCompiler(
+        lambda: _vocabulary((read_tokenizer(open_checkpoint(planned.path)),), plan), vocab_size=plan.card.vocab_size
+    )
+    executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
     with phases("engine"):
-        scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic)
+        scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars)
         loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
     ready = Ready(schedule=plan.schedule, cache=plan.cache, phases=_spans(phases), notices=notices)
     return Built(loop=loop, ready=ready)
@@ -186,7 +192,7 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
         from tradewind.engine.scheduler import Scheduler
-        from tradewind.simulate.forced import ForcedExecutor
+        from tradewind.simulate.forced import AnyGrammar, ForcedExecutor
         from tradewind.simulate.script_file import Answers, plans_of, read_script
     with phases("script"):
         assert start.script is not None
@@ -212,7 +218,9 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
             end_token=tokenizer.eos_id if tokenizer.eos_id is not None else ends[0],
         )
         drafts = script.drafts.per_row if script.drafts is not None else 0
-        scheduler = Scheduler(schedule=schedule, cache=cache, clock=time.monotonic, drafts_per_row=drafts)
+        scheduler = Scheduler(
+            schedule=schedule, cache=cache, clock=time.monotonic, drafts_per_row=drafts, grammars=AnyGrammar()
+        )
         loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
     ready = Ready(schedule=schedule, cache=cache, drafts_per_row=drafts, phases=_spans(phases))
     return Built(loop=loop, ready=ready, fault=executor.throw)
@@ -246,8 +254,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    with socket.socket(fileno=int(arguments[0])) as end:
-        return EngineProcess(Link(end, ORDERS)).serve()
+    # The socket is not closed before the process ends: the reader waits on it to the last.
+    return EngineProcess(Link(socket.socket(fileno=int(arguments[0])), ORDERS)).serve()
 
 
 if __name__ == "__main__":

@@ -28,17 +28,21 @@ from tradewind.config.goals import Goals, Means
 from tradewind.config.plan import Plan
 from tradewind.config.sizes import parse_bytes
 from tradewind.contract.errors import EngineDeadError, RequestError, UserError
-from tradewind.contract.request import SamplingParams
-from tradewind.contract.step import TokenLogprobs
+from tradewind.contract.request import Pooling, Request, SamplingParams
+from tradewind.contract.step import Floats, TokenLogprobs
 from tradewind.engine.client import Handle
 from tradewind.phases import Phases
 from tradewind.serving.answer import Answer, Completion, Delta
+from tradewind.serving.embedding import vector_of
 from tradewind.serving.intake import Intake, Limits
 from tradewind.serving.tokenizer import TextTokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text to be continued, token ids, or messages of a conversation."""
+
+Text = str | Sequence[int]
+"""Text to be embedded, or its token ids as they are."""
 
 PROGRESS_AFTER_S = 1.0
 """A call that is done sooner shows no bar."""
@@ -89,14 +93,7 @@ class LLM:
             shown = RichProgress()
         self._engine = build_engine(goals, progress=shown, phases=phases)
         plan = self._engine.plan
-        eos = self._engine.tokenizer.eos_ids | set(plan.card.eos_ids)
-        self._intake = Intake(
-            Limits(
-                vocab_size=plan.card.vocab_size,
-                max_context=plan.schedule.max_context,
-                eos_ids=tuple(sorted(token for token in eos if token < plan.card.vocab_size)),
-            )
-        )
+        self._intake = Intake(Limits.of(plan, eos_ids=self._engine.tokenizer.eos_ids))
         self._finished: list[Answer] = []
         # Who holds it runs the engine. Not reentrant: a turn never begins inside a turn.
         self._turn = threading.Lock()
@@ -190,6 +187,57 @@ class LLM:
             raise RequestError("chat needs a list of messages, each with a role and content")
         return self.generate(messages, sampling, progress=progress)
 
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        pooling: Pooling | None = None,
+        normalise: bool = True,
+        dimensions: int | None = None,
+    ) -> list[Floats]:
+        """One float32 vector for each text (or list of token ids), in order: its pooled final hidden states.
+
+        pooling: "last" token, "mean" of all, "cls" (the first token, of encoders); None is what the model was made for. `normalise`
+        divides by the length. `dimensions` keeps the leading values, for models that were trained for it. Nothing is queued unless
+        every text is acceptable; raises RequestError naming what is wrong.
+        """
+        requests = self.prepare_embeddings(_as_batch(texts), pooling=pooling, normalise=normalise, dimensions=dimensions)
+        client = self._engine.client
+        handles: list[Handle] = []
+        try:
+            with self._turn, _Uninterrupted():
+                for request in requests:
+                    handles.append(client.submit(request, stream=False))  # noqa: PERF401
+            for handle in handles:
+                while not handle.done:
+                    with self._turn, _Uninterrupted():
+                        if not handle.done:
+                            client.drive()
+        finally:
+            self._end([handle for handle in handles if not handle.done])
+        return [_vector(handle, dimensions=dimensions) for handle in handles]
+
+    def prepare_embeddings(
+        self, texts: Sequence[Text], *, pooling: Pooling | None, normalise: bool, dimensions: int | None
+    ) -> list[Request]:
+        """One Request per text, nothing queued yet. Raises RequestError or UserError naming what is wrong."""
+        if self._closed:
+            raise EngineDeadError("this LLM was closed; make a new one")
+        self._intake.check_dimensions(dimensions)
+        now_s, requests = time.monotonic(), list[Request]()
+        for index, text in enumerate(texts):
+            text = _plain(text)
+            try:
+                if not isinstance(text, str) and isinstance(text, Sequence) and text and isinstance(text[0], Mapping):
+                    raise RequestError("embeddings are of texts or token ids, not of messages")
+                ids = self.tokenize(text)
+                requests.append(self._intake.embedding(ids, now_s=now_s, pooling=pooling, normalise=normalise))
+            except RequestError as error:
+                if len(texts) == 1:
+                    raise
+                raise RequestError(f"text {index + 1} of {len(texts)}: {error}") from None
+        return requests
+
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Delta, None, None]:
         """Answers one prompt piece by piece; what is wrong with it is raised here, before the first piece is asked for.
 
@@ -243,6 +291,7 @@ class LLM:
         """One Answer per prompt and sample, nothing queued yet. Raises RequestError or UserError naming what is wrong."""
         if self._closed:
             raise EngineDeadError("this LLM was closed; make a new one")
+        self._intake.check_generates()
         each = _sampling_each(sampling, len(prompts))
         answers: list[Answer] = []
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
@@ -373,6 +422,22 @@ class AsyncLLM:
         """`generate` for one conversation."""
         return await self.generate(messages, sampling)
 
+    async def embed(
+        self, text: Text, *, pooling: Pooling | None = None, normalise: bool = True, dimensions: int | None = None
+    ) -> Floats:
+        """The embedding of one text, as `LLM.embed`. Many at once: `asyncio.gather`."""
+        (request,) = self._llm.prepare_embeddings(
+            [text], pooling=pooling, normalise=normalise, dimensions=dimensions
+        )
+        handle = self._llm.engine.client.submit(request, stream=False)
+        try:
+            async for _ in handle:
+                pass
+        finally:
+            if not handle.done:
+                handle.cancel()
+        return _vector(handle, dimensions=dimensions)
+
     def forget(self) -> None:
         """Drops everything the prefix cache keeps for later and no running request uses."""
         self._llm.forget()
@@ -498,6 +563,15 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(first, str) or (isinstance(first, Sequence) and not isinstance(first, Mapping)):
         return list(prompts)  # type: ignore[arg-type]
     return [prompts]  # type: ignore[list-item]
+
+
+def _vector(handle: Handle, *, dimensions: int | None) -> Floats:
+    """The embedding of a request that has ended. Raises RuntimeError when the engine could not finish it."""
+    last = handle.last
+    assert last is not None
+    if last.embedding is None:
+        raise RuntimeError(f"an embedding could not be made: {last.error or 'its request was ended'}")
+    return vector_of(last.embedding, dimensions=dimensions, normalise=handle.request.normalise)
 
 
 def _plain(value: Any) -> Any:

@@ -16,23 +16,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tradewind import __version__
 from tradewind.contract.errors import MissingExtraError, UserError
 from tradewind.phases import Phase, Phases
 
 if TYPE_CHECKING:
     from tradewind.config.goals import Goals
-    from tradewind.engine.wire import Located, Ready
+    from tradewind.engine.wire import Located, Ready, Start
+    from tradewind.observability.hub import Hub
     from tradewind.serving.http.front import Front
     from tradewind.serving.supervisor import Launched, Supervisor
     from tradewind.serving.tokenizer import TextTokenizer
     from tradewind.simulate.script_file import ScriptFile
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +53,23 @@ class ServeOptions:
     cors_origins: tuple[str, ...] = ()
     tool_format: str | None = None
     reasoning: str | None = None
+    log_level: str = "info"
+    log_json: bool = False
+    """One JSON object a line instead of text."""
+    log_requests: bool = False
+    """A line for each finished request."""
+    otlp_endpoint: str | None = None
+    """Where spans are sent; None: nowhere."""
     faults: bool = False
 
 
-def serve(options: ServeOptions, *, log: Log, began_s: float | None = None) -> int:
+def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
     """Serves until a signal or the engine's end; returns the exit code. `began_s`: when this process began, by `time.perf_counter`.
 
-    Raises UserError for what the operator can put right. Changes the process's handling of SIGINT and SIGTERM.
+    Raises UserError for what the operator can put right. Logs to standard error. Changes the process's handling of SIGINT and SIGTERM.
     """
     began_s = time.perf_counter() if began_s is None else began_s
     text = None if options.script is None else _read_file(options.script)
-    name = "" if options.script is None else options.script.name
     with bind(options.host, options.port) as listener:
         process, end, launched_s = _launch()
         try:
@@ -71,52 +77,101 @@ def serve(options: ServeOptions, *, log: Log, began_s: float | None = None) -> i
             from tradewind.engine.wire import Start
             from tradewind.serving.supervisor import Launched, Supervisor
 
+            name = "" if options.script is None else options.script.name
+            start = Start(goals=options.goals, script=text, script_name=name, faults=options.faults)
+            engine = Supervisor(start, launch=launch)
             launched = Launched(process=process, end=end, at_s=launched_s)
         except BaseException:
             end.close()
             process.kill()
             process.wait()
             raise
-        start = Start(goals=options.goals, script=text, script_name=name, faults=options.faults)
-        engine = Supervisor(start, launch=launch, log=log)
         try:
             engine.spawn(launched)
-            from tradewind.serving.http.server import FrontServer, Patience
-
-            script = None
-            if text is not None:
-                from tradewind.simulate.script_file import read_script
-
-                script = read_script(text, name=name)
-            made = make_front(options, engine.await_located(), script=script, client=engine)
-            ready = engine.await_ready()
-            for notice in ready.notices:
-                log(notice)
-            phases = Phases()
-            phases.done = [
-                Phase(name="front process", seconds=launched_s - began_s),
-                *(Phase(name=name, seconds=seconds) for name, seconds in ready.phases),
-            ]
-
-            def tell_ready() -> None:
-                phases.done.append(Phase(name="http", seconds=time.perf_counter() - began_s - phases.total_s))
-                log(phases.text())
-                log(f"ready on {url_of(listener)}")
-
-            patience = Patience(
-                drain_timeout_s=options.drain_timeout_s,
-                stall_timeout_s=options.stall_timeout_s,
-                restart_engine=options.restart_engine,
-            )
-            server = FrontServer(made(ready), engine, patience=patience, log=log, on_ready=tell_ready)
-            try:
-                return server.run(listener)
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
-                    raise
-                raise _no_listener(error, options.host, options.port) from None
+            return _serve_beside(engine, listener, options, start=start, phases=_Start(began_s, launched_s))
         finally:
             engine.close()
+
+
+class _Start:
+    """Where the time of the start went: phases without a gap from the front's beginning to the first connection."""
+
+    def __init__(self, began_s: float, launched_s: float) -> None:
+        self._began_s = began_s
+        self.phases = Phases()
+        self.phases.done = [Phase(name="front process", seconds=launched_s - began_s)]
+
+    def add(self, spans: Iterable[tuple[str, float]]) -> None:
+        """The engine's, which begin where the front launched it."""
+        self.phases.done += [Phase(name=name, seconds=seconds) for name, seconds in spans]
+
+    def end(self, name: str) -> str:
+        """Counts the rest to one phase; the line that tells all of them."""
+        self.phases.done.append(Phase(name=name, seconds=time.perf_counter() - self._began_s - self.phases.total_s))
+        return self.phases.text()
+
+
+def _serve_beside(
+    engine: Supervisor, listener: socket.socket, options: ServeOptions, *, start: Start, phases: _Start
+) -> int:
+    """Makes the front while the engine builds itself, and serves; returns the exit code."""
+    from tradewind.observability.hub import Hub
+    from tradewind.observability.logs import set_up_logs
+    from tradewind.serving.http.server import FrontServer, Patience
+
+    log = set_up_logs(level=options.log_level, json_lines=options.log_json)
+    script = None
+    if start.script is not None:
+        from tradewind.simulate.script_file import read_script
+
+        script = read_script(start.script, name=start.script_name)
+    located = engine.await_located()
+    parts = FrontParts(options, located, script=script)
+    ready = engine.await_ready()
+    for notice in ready.notices:
+        log.warning(notice)
+    phases.add(ready.phases)
+    servers: list[FrontServer] = []
+    hub = Hub.for_server(
+        model=parts.names[0],
+        version=__version__,
+        max_running=ready.schedule.max_running,
+        facts=engine.stats,
+        why_dead=lambda: engine.why_dead,
+        engine_pid=lambda: engine.pid,
+        refused=lambda: sum(server.refused for server in servers),
+        plan=located.plan,
+        startup_s=[(phase.name, phase.seconds) for phase in phases.phases.done],
+        log_requests=options.log_requests,
+        otlp_endpoint=options.otlp_endpoint,
+    )
+    engine.on_reports = hub.take_reports
+
+    def tell_ready() -> None:
+        log.info(phases.end("http"))
+        log.info(f"ready on {url_of(listener)}")
+
+    server = FrontServer(
+        parts.front(ready, client=engine, hub=hub),
+        engine,
+        ready=ready,
+        patience=Patience(
+            drain_timeout_s=options.drain_timeout_s,
+            stall_timeout_s=options.stall_timeout_s,
+            restart_engine=options.restart_engine,
+        ),
+        on_ready=tell_ready,
+        on_death=hub.engine_ended,
+    )
+    servers.append(server)
+    try:
+        return server.run(listener)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES):
+            raise
+        raise _no_listener(error, options.host, options.port) from None
+    finally:
+        hub.close()
 
 
 def launch() -> Launched:
@@ -137,55 +192,61 @@ def _launch() -> tuple[subprocess.Popen[bytes], socket.socket, float]:
     return process, ours, at_s
 
 
-def make_front(
-    options: ServeOptions, located: Located, *, script: ScriptFile | None, client: Supervisor
-) -> Callable[[Ready], Front]:
-    """Reads the tokenizer and the template; what is returned makes the Front when the engine is ready."""
-    from tradewind.serving.chat_template import ChatTemplate
-    from tradewind.serving.http.front import Front, Options
-    from tradewind.serving.intake import Intake, Limits
-    from tradewind.serving.parsers.table import parser_for
+class FrontParts:
+    """What of the front can be made while the engine still loads: tokenizer, template, parser."""
 
-    model = options.goals.model
-    if script is not None:
-        from tradewind.engine_process import script_tokenizer
-        from tradewind.simulate.script_file import BYTES
+    def __init__(self, options: ServeOptions, located: Located, *, script: ScriptFile | None) -> None:
+        """Reads files; raises UserError with advice."""
+        from tradewind.serving.chat_template import ChatTemplate
+        from tradewind.serving.parsers.table import parser_for
 
-        _, tokenizer = script_tokenizer(script, model=model)
-        model = "scripted" if script.tokenizer == BYTES else script.tokenizer or model
-    else:
-        tokenizer = _model_tokenizer(Path(located.path))
-    template: ChatTemplate | UserError
-    try:
-        template = ChatTemplate.for_tokenizer(tokenizer, source=script.chat_template if script is not None else None)
-    except UserError as error:
-        template = error
-    plan = located.plan
-    eos = tokenizer.eos_ids | (set(plan.card.eos_ids) if plan is not None else set())
-    vocab_size = tokenizer.vocab_size if plan is None else plan.card.vocab_size
-    speech = parser_for(
-        "" if plan is None else plan.card.family,
-        template.source if isinstance(template, ChatTemplate) else None,
-        token_id=tokenizer.token_id,
-        name=options.tool_format or (script.tool_format if script is not None else None),
-        reasoning=options.reasoning or (script.reasoning if script is not None else None),
-    )
-    names = (*options.served_names, model)
+        self._options = options
+        model = options.goals.model
+        if script is not None:
+            from tradewind.engine_process import script_tokenizer
+            from tradewind.simulate.script_file import BYTES
 
-    def made(ready: Ready) -> Front:
-        limits = Limits(
-            vocab_size=vocab_size,
-            max_context=ready.schedule.max_context,
-            eos_ids=tuple(sorted(token for token in eos if token < vocab_size)),
+            _, self._tokenizer = script_tokenizer(script, model=model)
+            model = "scripted" if script.tokenizer == BYTES else script.tokenizer or model
+        else:
+            self._tokenizer = _model_tokenizer(Path(located.path))
+        self.names = (*options.served_names, model)
+        """What the model is called; answers carry the first."""
+        tokenizer, plan = self._tokenizer, located.plan
+        self._template: ChatTemplate | UserError
+        try:
+            source = script.chat_template if script is not None else None
+            self._template = ChatTemplate.for_tokenizer(tokenizer, source=source)
+        except UserError as error:
+            self._template = error
+        self._vocab_size = tokenizer.vocab_size if plan is None else plan.card.vocab_size
+        eos = tokenizer.eos_ids | (set(plan.card.eos_ids) if plan is not None else set())
+        self._eos_ids = tuple(sorted(token for token in eos if token < self._vocab_size))
+        self._speech = parser_for(
+            "" if plan is None else plan.card.family,
+            self._template.source if isinstance(self._template, ChatTemplate) else None,
+            token_id=tokenizer.token_id,
+            name=options.tool_format or (script.tool_format if script is not None else None),
+            reasoning=options.reasoning or (script.reasoning if script is not None else None),
         )
+
+    def front(self, ready: Ready, *, client: Supervisor, hub: Hub) -> Front:
+        """The whole, when the engine is ready."""
+        from tradewind.serving.http.front import Front, Options
+        from tradewind.serving.intake import Intake, Limits
+        from tradewind.serving.page import OPEN_PATHS, page_routes
+        from tradewind.serving.structured import StructuredOutput
+
+        options = self._options
+        limits = Limits(vocab_size=self._vocab_size, max_context=ready.schedule.max_context, eos_ids=self._eos_ids)
         return Front(
             client=client,
-            tokenizer=tokenizer,
-            template=template,
+            tokenizer=self._tokenizer,
+            template=self._template,
             intake=Intake(limits),
-            model=names[0],
+            model=self.names[0],
             max_running=ready.schedule.max_running,
-            served_names=names[1:],
+            served_names=self.names[1:],
             options=Options(
                 api_keys=options.api_keys,
                 ignore_unknown_fields=options.ignore_unknown_fields,
@@ -193,11 +254,15 @@ def make_front(
                 cors_origins=options.cors_origins,
                 health_timeout_s=options.stall_timeout_s,
             ),
-            speech=speech,
+            honours_priority=ready.schedule.policy == "priority",
+            speech=self._speech,
+            structured=StructuredOutput(self._tokenizer),
+            more_routes=page_routes(board=hub.board.json, plan=lambda: hub.plan),
+            open_paths=OPEN_PATHS,
+            metrics=hub.metrics.text,
+            on_receipt=hub.take_receipt,
             created_s=int(time.time()),
         )
-
-    return made
 
 
 def _model_tokenizer(path: Path) -> TextTokenizer:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.host.support_engine import Engine, cache_plan, request, schedule_plan
 from tradewind.cache.lease import KVCache
+from tradewind.contract.errors import UserError
 from tradewind.contract.events import Scheduled, TokensOut
 from tradewind.contract.request import Request, SamplingParams
-from tradewind.contract.step import Step
+from tradewind.contract.step import Enter, Step
 from tradewind.engine.limits import check_fits
+from tradewind.simulate import made_up
 from tradewind.simulate.scripted import expected_tokens
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (None, 9, 3)]
@@ -72,6 +75,9 @@ def traffic(draw: st.DrawFn, windows: tuple[int | None, ...]) -> list[tuple[int,
         out.append((turn, "add", base))
         samples = draw(st.sampled_from([0, 0, 0, 1, 3]))
         out.extend((turn, "add", request_like(base, f"{name}.{i}", parent=name)) for i in range(samples))
+        if draw(st.integers(0, 3)) == 0:
+            pooling = draw(st.sampled_from(["last", "mean", "cls"]))
+            out.append((turn + draw(st.integers(0, 3)), "add", request(f"e{number}", prompt, max_tokens=0, pooling=pooling)))
         if draw(st.integers(0, 4)) == 0:
             out.append((turn + draw(st.integers(0, 10)), draw(st.sampled_from(["cancel", "finish"])), name))
     return sorted(out, key=lambda item: item[0])
@@ -94,8 +100,10 @@ def run(engine: Engine, plan: list[tuple[int, str, Any]], *, limit: int = 3000) 
             _, what, argument = waiting.pop(0)
             if what == "add":
                 try:
-                    check_fits(argument, cache=probe, max_context=1024, burst_tokens=engine.scheduler.burst_tokens)
-                except Exception:
+                    check_fits(
+                        argument, cache=probe, schedule=engine.schedule, burst_tokens=engine.scheduler.burst_tokens
+                    )
+                except UserError:
                     continue
                 engine.scheduler.add(argument, engine.clock.now())
                 accepted[argument.id] = argument
@@ -110,6 +118,16 @@ def run(engine: Engine, plan: list[tuple[int, str, Any]], *, limit: int = 3000) 
     return accepted
 
 
+def embedding_of(wanted: Request) -> bytes:
+    """What the scripted device makes up for the prompt."""
+    tokens = np.array(wanted.tokens, np.int32)
+    enter = Enter(
+        slot=0, epoch=0, request_id="", tokens=tokens, prompt_tokens=len(tokens), capacity_tokens=0, sampling=wanted.sampling, seed=0,
+        eos_ids=(), normalise=wanted.normalise,
+    )  # fmt: skip
+    return made_up.embedding(enter).tobytes()
+
+
 def check_answers(engine: Engine, accepted: dict[str, Request]) -> None:
     answers: dict[str, list[int]] = {name: [] for name in accepted}
     ends: dict[str, list[TokensOut]] = {name: [] for name in accepted}
@@ -121,6 +139,10 @@ def check_answers(engine: Engine, accepted: dict[str, Request]) -> None:
             ends[event.request_id].append(event)
     for name, wanted in accepted.items():
         (end,) = ends[name]
+        if wanted.pooling is not None:
+            assert (end.finish, answers[name], end.embedding) == ("stop", [], embedding_of(wanted))
+            continue
+        assert end.embedding is None
         sampling = wanted.sampling
         expected = expected_tokens(wanted.tokens, wanted.max_tokens, groups=engine.cache.groups)
         stop = next(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -173,6 +176,40 @@ def test_an_endpoint_must_be_a_url() -> None:
     with pytest.raises(UserError, match="'localhost:4318'; it must be a URL"):
         make_traces("localhost:4318", model="m", version="0")
     assert issubclass(MissingExtraError, UserError)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/other"])
+def test_spans_reach_a_collector(path: str) -> None:
+    """Over HTTP, as protobuf, to the standard path unless another is given."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    came: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            came.append((self.path, gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        traces = make_traces(f"http://127.0.0.1:{server.server_port}{path}", model="tiny", version="0.1")
+        Lives([traces]).take_reports(one_request())
+        traces.take_receipt(RECEIPT)
+        traces.close()
+        server.shutdown()
+        thread.join(5)
+    assert [where for where, _ in came] == [path if path.strip("/") else "/v1/traces"]
+    message = ExportTraceServiceRequest.FromString(came[0][1])
+    names = [span.name for whole in message.resource_spans for scope in whole.scope_spans for span in scope.spans]
+    assert sorted(names) == ["decode", "prefill", "queue", "request"]
 
 
 def test_nothing_of_opentelemetry_is_imported_without_an_endpoint() -> None:

@@ -149,7 +149,7 @@ class Server:
             )
             assert self.said("ready on"), self.log
             self.ready_s = time.monotonic() - self.began_s
-            self.port = int(self.said("ready on")[0].rpartition(":")[2])
+            self.port = int(self.said("ready on")[0].rpartition(":")[2].strip('"}'))
 
     def _read(self) -> None:
         assert self.process.stderr is not None

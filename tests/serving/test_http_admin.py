@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -116,6 +117,23 @@ def test_over_the_queue_limit_there_is_a_429_with_retry_after() -> None:
                 assert error["type"] == "rate_limit_error" and error["code"] == "queue_full"
         assert server.app.state.desk.sequences == 0
         server.chat("x", max_tokens=1)
+
+
+def test_a_stream_that_waits_is_kept_alive_by_comments() -> None:
+    with (
+        live(max_running=1, step_s=0.01, max_context=4096, options=Options(keep_alive_s=0.1)) as server,
+        server.opened(CHAT, chat_body("first", max_tokens=60)) as first,
+    ):
+        next(first)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        body = json.dumps(chat_body("second", max_tokens=3, stream=True))
+        connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        data = connection.getresponse().read()
+        connection.close()
+        list(first)
+    comments = data.count(b": waiting\n\n")
+    assert 2 <= comments <= 10 and data.startswith(b": waiting\n\n")
+    assert data.endswith(b"data: [DONE]\n\n") and b": waiting" not in data[data.index(b"data: ") :]
 
 
 def test_start_sixteen_cancel_eight_leaves_all_slots_free() -> None:

@@ -173,7 +173,7 @@ def test_messages_of_every_shape(server: Live) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "ann"},
-        {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
+        {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None, "function_call": None},
         {"role": "user", "content": "greet"},
     ]  # fmt: skip
     tokens = server.post("/tokenize", {"messages": messages})["tokens"]

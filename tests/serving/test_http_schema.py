@@ -1,4 +1,4 @@
-"""The server against its own /openapi.json: what the schema allows is answered as it says, what it forbids is refused, nothing breaks it."""
+"""The server against its own /openapi.json: it answers as the schema says, refuses what that forbids, and nothing breaks it."""
 
 from __future__ import annotations
 

@@ -132,6 +132,26 @@ def test_reasoning_and_a_tool_call_from_a_script(tmp_path: Path) -> None:
         assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"at": "{a}"}
 
 
+def test_metrics_and_json_logs(tmp_path: Path) -> None:
+    with server(tmp_path, "--log-json", "--log-requests", **SLOW) as made:
+        assert made.complete(max_tokens=20)[0] == 200
+        connection = made.connection()
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+        connection.close()
+        counted = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        (generated,) = [
+            value for name, value in counted.items() if name.startswith("tradewind:generation_tokens_total")
+        ]
+        assert float(generated) == 20
+        made.signal(TERM)
+        assert made.wait(3) == 0
+        records = [json.loads(line) for line in made.lines]
+        (ended,) = [record for record in records if record["message"] == "request ended"]
+        assert ended["generated_tokens"] == 20 and ended["request_id"].startswith("req-")
+        assert any(record["message"].startswith("ready on http://") for record in records)
+
+
 # -- disconnects ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +217,7 @@ def test_a_server_whose_engine_never_starts_again_gives_up(tmp_path: Path) -> No
         "from tradewind.serving.http import server\n"
         "server.Patience.__init__.__kwdefaults__['restart_delays_s'] = (0.05, 0.05, 0.05)\n"
         "o = s.ServeOptions(goals=Goals(model='x'), script=s.Path(sys.argv[1]), port=0, restart_engine=True)\n"
-        "sys.exit(s.serve(o, log=lambda text: print(text, file=sys.stderr, flush=True)))\n"
+        "sys.exit(s.serve(o))\n"
     )
     keys = {**SLOW, "faults": [{"at_step": 1, "do": "exit"}]}
     made = Server(tmp_path, program=program, **keys)

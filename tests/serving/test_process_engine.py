@@ -81,7 +81,7 @@ def test_answers_cross_the_border_in_asyncio() -> None:
 
 
 def test_refusals_are_raised_where_the_request_is_submitted() -> None:
-    with engine(max_context=64, pages=8, page_tokens=4) as made:
+    with engine(max_context=64, pages=8, page_tokens=4, step_ms=20) as made:
         client = made.client.start()
         with pytest.raises(LimitError, match="the context limit is 64"):
             client.submit(request("a", "x" * 70))

@@ -39,6 +39,7 @@ class Backend(Protocol):
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
         """Attention of one layer, ops only: q, out [T, H * D]. Arguments as in `Ops.attention`."""
 

@@ -47,5 +47,8 @@ class PagedAttention:
         softcap: float | None,
         sinks: Tensor | None,
         out: Tensor,
+        causal: bool = True,
     ) -> None:
-        self._ops.attention(q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out)
+        self._ops.attention(
+            q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out, causal=causal
+        )

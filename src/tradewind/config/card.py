@@ -9,12 +9,15 @@ from typing import Literal
 
 import msgspec
 
+from tradewind.contract.request import Pooling
+
 
 class RopeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary position embedding: base frequency and its scaling. Sources: llama3 (Llama 3.1 report), YaRN (Peng et al. 2023)."""
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "absent"] = "none"
+    """"none": rope without scaling. "absent": no rope; positions come from elsewhere."""
     factor: float = 1.0
     original_max_positions: int | None = None
     low_freq_factor: float = 1.0
@@ -28,11 +31,11 @@ class RopeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that planning and building need to know about a dense decoder."""
+    """Everything that planning and building need to know about a dense decoder or a BERT-type encoder."""
 
     name: str
     family: str
-    """Row of the model registry: "llama", "mistral", "qwen2", "qwen3", "gemma3"."""
+    """Row of the model registry: "llama", "mistral", "qwen2", "qwen3", "gemma3", "bert"."""
     source: Literal["hf", "gguf"]
     vocab_size: int
     hidden: int
@@ -44,7 +47,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int
     norm_eps: float
     tied_embeddings: bool
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
     rope: RopeFacts = RopeFacts()
     rope_local: RopeFacts | None = None
     """Rope of the windowed layers when it differs (Gemma 3)."""
@@ -70,5 +73,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Format name -> number of parameters stored so."""
     embedding_format: str = "BF16"
     """Format of the embedding table in the file; its rows are gathered from there."""
+    causal: bool = True
+    """Each token sees only those before it. Otherwise the model is an encoder: it gives embeddings, and generates nothing."""
+    pooling: Pooling = "last"
+    """How its hidden states become an embedding, unless a request says otherwise."""
+    position_rows: int = 0
+    """Rows of a table of learned positions; 0: none."""
+    token_types: int = 0
+    """Rows of a table of token types (of which a single text has the first); 0: none."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

@@ -10,11 +10,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from tradewind.config.card import ModelCard, RopeFacts
+from tradewind.config.card_encoder import card_from_bert, sentence_facts
 from tradewind.config.card_parts import FAMILIES, Tensors, check_heads, every_nth_full, with_weights, yarn_factor
 from tradewind.config.fields import CardError, Fields, shown
 
-HF_MODEL_TYPES = {"gemma3_text": "gemma3", "llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+HF_MODEL_TYPES = {
+    "bert": "bert",
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
 GEMMA3_OMITTED: dict[str, object] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -36,12 +46,26 @@ def card_from_hf(
     name: str,
     tensors: Tensors | None = None,
     generation_config: Mapping[str, Any] | None = None,
+    sentence: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """Reads a `config.json`; changes nothing. Raises CardError naming the field.
 
     tensors: name -> facts, for the bytes on disk; without them they are computed from the shapes and the stated dtype.
     generation_config: content of `generation_config.json`, whose end-of-text ids count too.
+    sentence: the files that sentence-transformers adds, see `card_encoder.sentence_facts`.
     """
+    card = _plain_card(config, name=name, tensors=tensors, generation_config=generation_config)
+    return msgspec.structs.replace(card, **sentence_facts(card, sentence)) if sentence else card
+
+
+def _plain_card(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    tensors: Tensors | None,
+    generation_config: Mapping[str, Any] | None,
+) -> ModelCard:
+    """The card without what sentence-transformers adds."""
     if not isinstance(config, Mapping):
         raise CardError(f"config.json of '{name}' is {shown(config)}; it must be an object")
     outer = Fields(config, origin=f"config.json of '{name}'")
@@ -52,6 +76,13 @@ def card_from_hf(
         raise CardError(
             f"{outer.origin}: weights quantised by {shown(method)} are not supported; use an unquantised checkpoint or a GGUF file"
         )
+
+    stated = fields.values.get(
+        "dtype", fields.values.get("torch_dtype", config.get("dtype", config.get("torch_dtype")))
+    )
+    assumed = HF_FORMATS.get(str(stated).removeprefix("torch."), "F32" if family == "bert" else "BF16")
+    if family == "bert":
+        return card_from_bert(fields, name=name, tensors=tensors, assumed=assumed)
 
     heads = fields.whole("num_attention_heads")
     hidden = fields.whole("hidden_size")
@@ -112,10 +143,7 @@ def card_from_hf(
         bos_id=bos[0] if bos else None,
         eos_ids=tuple(dict.fromkeys(eos)),
     )
-    stated = fields.values.get(
-        "dtype", fields.values.get("torch_dtype", config.get("dtype", config.get("torch_dtype")))
-    )
-    return with_weights(card, tensors=tensors, assumed=HF_FORMATS.get(str(stated).removeprefix("torch."), "BF16"))
+    return with_weights(card, tensors=tensors, assumed=assumed)
 
 
 HF_HEAD_NAMES = ("num_attention_heads", "num_key_value_heads", "head_dim")

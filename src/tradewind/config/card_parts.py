@@ -15,6 +15,7 @@ from tradewind.config.card import ModelCard, RopeFacts
 from tradewind.config.fields import CardError, Fields
 
 FAMILIES: dict[str, str] = {
+    "bert": "BERT and MiniLM encoders",
     "gemma3": "Gemma 3",
     "llama": "Llama 2 and 3, SmolLM2",
     "mistral": "Mistral",
@@ -71,17 +72,26 @@ def with_weights(card: ModelCard, *, tensors: Tensors | None, assumed: str) -> M
     )
 
 
-EMBEDDING_NAMES = ("token_embd.weight", "model.embed_tokens.weight", "language_model.model.embed_tokens.weight")
+EMBEDDING_NAMES = (
+    "token_embd.weight",
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "embeddings.word_embeddings.weight",
+    "bert.embeddings.word_embeddings.weight",
+)
 
 
 def layer_matrices(card: ModelCard) -> int:
     """Weights of the matmuls of one layer."""
     attention = card.hidden * card.head_dim * (2 * card.heads + 2 * card.kv_heads)
-    return attention + 3 * card.hidden * card.intermediate
+    return attention + (3 if card.causal else 2) * card.hidden * card.intermediate
 
 
 def count_parameters(card: ModelCard) -> int:
     """Parameters that follow from the shapes: embeddings, matmuls, norms, biases."""
+    if not card.causal:
+        tables = (card.vocab_size + card.position_rows + card.token_types + 2) * card.hidden  # the norm's two rows too
+        return tables + card.layers * (layer_matrices(card) + card.intermediate + 9 * card.hidden)
     norms = card.hidden * (4 if card.sandwich_norms else 2) + (2 * card.head_dim if card.qk_norm else 0)
     biases = (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias + card.hidden * card.output_bias
     biases += (2 * card.intermediate + card.hidden) * card.mlp_bias

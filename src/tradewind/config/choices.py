@@ -337,8 +337,15 @@ def choose_policy(means: Means) -> Choice[Policy]:
     )
 
 
-def choose_prefix_cache(means: Means) -> Choice[bool]:
+def choose_prefix_cache(means: Means, *, card: ModelCard) -> Choice[bool]:
     """Whether finished prefixes stay findable."""
+    if not card.causal:
+        if means.prefix_cache:
+            raise UserError(
+                f"prefix_cache cannot be on for '{card.name}': an encoder's keys and values depend on the tokens behind them too"
+            )
+        why = "an encoder's keys and values depend on the whole text, so no other text can use them"
+        return False, Reason(choice="prefix_cache", value="off", why=why, pinned=means.prefix_cache is False)
     if means.prefix_cache is False:
         return False, Reason(
             choice="prefix_cache", value="off", why="as asked: every prompt is computed anew", pinned=True
@@ -435,7 +442,18 @@ def choose_limit(goals: Goals, *, hardware: Hardware) -> Choice[int]:
 
 
 def choose_wanted_context(goals: Goals, *, card: ModelCard) -> int:
-    """The context to aim at: the user's, or the model's limit. Raises LimitError when the user's is over the model's."""
+    """The context to aim at: the user's, or the model's limit. Raises LimitError when the user's is over the model's.
+
+    An encoder computes a text in one step, so a pinned step bounds it too.
+    """
+    step = goals.means.max_tokens_per_step
+    if not card.causal and step is not None:
+        if goals.max_context is not None and goals.max_context > step:
+            raise LimitError(
+                f"max_context is {goals.max_context} tokens and max_tokens_per_step {step}, but '{card.name}' is an encoder, which computes "
+                f"a text in one step: raise max_tokens_per_step to {goals.max_context} or lower max_context to {step}"
+            )
+        return goals.max_context or min(card.max_positions, step)
     if goals.max_context is None:
         return card.max_positions
     if goals.max_context > card.max_positions:

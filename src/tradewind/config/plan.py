@@ -57,6 +57,8 @@ class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting request older than this is no longer passed by smaller ones."""
     max_preemptions: int
     """A sequence evicted this often is never evicted again."""
+    whole_prompts: bool = False
+    """A prompt is computed in one step, never in chunks: an encoder's tokens see those behind them too."""
 
 
 class NumericsPlan(msgspec.Struct, frozen=True, kw_only=True):

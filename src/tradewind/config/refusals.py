@@ -60,6 +60,8 @@ class Attempt:
         """The most modest shape that the pins allow."""
         means = self.goals.means
         step = means.max_tokens_per_step or max(means.max_running or 1, min(16, self.shape.max_tokens_per_step))
+        if not self.card.causal:
+            step = max(step, context)
         return replace(self.shape, max_context=context, max_tokens_per_step=step, max_running=means.max_running or 1)
 
     def need(self, *, context: int) -> int:

@@ -56,10 +56,13 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware, threads=threads)
     deterministic, why_deterministic = choices.choose_deterministic(means)
     policy, why_policy = choices.choose_policy(means)
-    prefix_cache, why_prefix = choices.choose_prefix_cache(means)
+    prefix_cache, why_prefix = choices.choose_prefix_cache(means, card=card)
     limit, why_limit = choices.choose_limit(goals, hardware=hardware)
     wanted_context = choices.choose_wanted_context(goals, card=card)
     step, why_step = choices.choose_step(means, habits=habits, card=card, hardware=hardware, tpot_ms=goals.tpot_ms)
+    if not card.causal and step < wanted_context:
+        why_step = amended(why_step, value=str(wanted_context), note="an encoder computes a text in one step, so the longest must fit")
+        step = wanted_context
     running, why_running = choices.choose_running(means, habits=habits, step=step)
 
     shape = Shape(
@@ -119,6 +122,7 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             steps_in_flight=in_flight,
             age_limit_s=AGE_LIMIT_S[goals.scenario],
             max_preemptions=MAX_PREEMPTIONS,
+            whole_prompts=not card.causal,
         ),
         numerics=NumericsPlan(
             backend=backend,
@@ -146,7 +150,7 @@ def place(attempt: Attempt, *, habits: Habits, free: int) -> tuple[Shape, Pools]
     goals = attempt.goals
     groups = groups_of(attempt.card, page_tokens=attempt.shape.page_tokens, format=attempt.kv_format)
     for part, context in candidates(attempt):
-        shape = shrunk(attempt.shape, means=goals.means, context=context, part=part)
+        shape = shrunk(attempt.shape, means=goals.means, context=context, part=part, whole=not attempt.card.causal)
         budget = attempt.limit - total_bytes(fixed_lines(attempt.card, shape))
         if goals.memory_limit_bytes is None:
             share = int(free * habits.kv_share)
@@ -173,12 +177,15 @@ def candidates(attempt: Attempt) -> Iterator[tuple[float, int]]:
             yield part, context
 
 
-def shrunk(shape: Shape, *, means: Means, context: int, part: float) -> Shape:
-    """The shape with a part of its tokens per step and running sequences, pins untouched; a step holds a token of every sequence."""
+def shrunk(shape: Shape, *, means: Means, context: int, part: float, whole: bool) -> Shape:
+    """The shape with a part of its tokens per step and running sequences, pins untouched; a step holds a token of every sequence, or
+    (`whole`) the longest text."""
     running = means.max_running or max(1, int(shape.max_running * part))
     step = means.max_tokens_per_step or max(
         running, min(16, shape.max_tokens_per_step), int(shape.max_tokens_per_step * part)
     )
+    if whole:
+        step = max(step, context)
     return replace(shape, max_context=context, max_running=min(running, step), max_tokens_per_step=step)
 
 

@@ -60,6 +60,8 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     """Running total including these tokens."""
+    embedding: bytes | None = None
+    """Of a request that asked for pooling, on its last event: float32 values in the machine's own order."""
 
 
 class Preempted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -10,7 +10,7 @@ Knows: the text form of a constraint on an answer. Refuses to know: where it com
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -18,20 +18,30 @@ from tradewind.contract.errors import RequestError
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tools", "structural_tag"]
 
+LIMITS: dict[str, Any] = {
+    "max_grammar_size": 200_000,  # symbols
+    "max_lexer_states": 30_000,  # 1 to 2 kB each
+    "initial_lexer_fuel": 2_000_000,  # about 40 ms
+    "step_lexer_fuel": 200_000,  # about 14 ms a mask
+    "step_max_items": 50_000,
+    "verbose_errors": False,
+}
+"""llguidance's limits (LLParserLimits), the same where a grammar is checked and where it is compiled."""
+
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A constraint on the tokens of one answer."""
 
     kind: Kind
     """For messages only."""
-    lark: str
-    """The language of the answer, in llguidance's dialect of Lark, rule `start`."""
+    text: str
+    """The language of the answer as llguidance reads it: Lark in its dialect, or its JSON of several grammars."""
     thinking: bool = False
     """The answer begins inside reasoning: nothing is constrained until the token `end` has come."""
     begin: int | None = None
     """A token that may open reasoning as the answer's first."""
     end: int | None = None
-    """The token that ends reasoning; None when there is none, or when `lark` describes the reasoning itself."""
+    """The token that ends reasoning; None when there is none, or when `text` describes the reasoning itself."""
     spare_blanks: bool = False
     """White space carries nothing in this language (JSON), so that a flood of it is stemmed."""
 

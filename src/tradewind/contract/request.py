@@ -6,6 +6,7 @@ Knows: the meaning and legal range of every sampling value. Refuses to know: tex
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,9 @@ from tradewind.contract.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_TOP_K = 1 << 20
+
+Pooling = Literal["last", "mean", "cls"]
+"""How the final hidden states of a prompt become one vector: the last token's, the mean of all, the first token's."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +104,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int
-    """Resolved: sampling.max_tokens cut to the context limit."""
+    """Resolved: sampling.max_tokens cut to the context limit; 0 when `pooling` is asked, for then nothing is generated."""
     eos_ids: tuple[int, ...] = ()
     """Tokens that end the answer unless sampling.ignore_eos."""
     seed: int = 0
@@ -115,5 +119,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """(first token, token count, content hash) of each image: part of the prefix-cache key."""
     arrived_s: float = 0.0
     deadline_s: float | None = None
+    pooling: Pooling | None = None
+    """Asks for one vector instead of tokens: the request ends when its prompt is computed, and its last event carries the vector."""
+    normalise: bool = True
+    """Whether that vector is divided by its length."""
     parent: str | None = None
     """Samples 2..n of one prompt name the first, so that the scheduler lets them share its pages."""

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tradewind.contract.request import SamplingParams
+from tradewind.contract.request import Pooling, SamplingParams
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -37,6 +37,10 @@ class Wants(IntEnum):
     """Every token of the row (prompt logprobs); the last one is sampled when the row reaches the known end of the sequence."""
     ALL_NO_SAMPLE = 3
     """Every token of the row, none sampled: a chunk of a prompt whose logprobs are wanted."""
+    HIDDEN = 4
+    """No logits: the row ends a prompt whose pooled hidden state is wanted."""
+    HIDDEN_PART = 5
+    """No logits: a chunk of such a prompt before its last; what pooling needs of it is kept in the slot."""
 
 
 class Enter(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +62,8 @@ class Enter(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     """Request.grammar. Which tokens it allows depends on the token before, so masks are the device wing's own business."""
     adapter: str = ""
+    pooling: Pooling | None = None
+    normalise: bool = True
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +134,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Ints
     logprobs: dict[int, RowLogprobs] = msgspec.field(default_factory=dict)
     """By row index, only rows that asked."""
+    hidden: dict[int, Floats] = msgspec.field(default_factory=dict)
+    """By row index, for rows that wanted HIDDEN: the prompt's pooled hidden state, float32 [hidden size]."""
     moved: tuple[int, ...] = ()
     """Tickets of the moves that landed."""
     failed: dict[int, str] = msgspec.field(default_factory=dict)

@@ -239,8 +239,13 @@ class Admission:
         return lack
 
     def _reusable_chunks(self, sequence: Sequence) -> int:
-        """How many leading pages a sequence may reuse at most: its last token is always computed, for its logits are needed."""
-        return 0 if wants_prompt_logprobs(sequence) else (sequence.known - 1) // self._cache.page_tokens
+        """How many leading pages a sequence may reuse at most: its last token is always computed, for its logits are needed.
+
+        None where something is needed of earlier tokens, too: the cache has their keys and values, not their logits or hidden states.
+        """
+        if wants_prompt_logprobs(sequence) or sequence.request.pooling in ("mean", "cls"):
+            return 0
+        return (sequence.known - 1) // self._cache.page_tokens
 
     def _need(self, sequence: Sequence) -> tuple[list[int], list[int]]:
         """By group: pages to promise at admission, and pages that must be there besides.
@@ -248,7 +253,7 @@ class Admission:
         All known tokens and one decode page; all it can ever have, once it was preempted so often that it must not be again.
         """
         if sequence.need is None:
-            most = self._cache.peak_pages(sequence.capacity - 1, burst_tokens=self._burst_tokens)
+            most = self._cache.peak_pages(sequence.positions, burst_tokens=self._burst_tokens)
             peak = self._cache.peak_pages(sequence.known, burst_tokens=self._burst_tokens)
             spare = [min(1, top - now) for top, now in zip(most, peak, strict=True)]
             protected = sequence.preemptions >= self._schedule.max_preemptions

@@ -43,6 +43,15 @@ def split(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) 
     return counts
 
 
+def split_whole(prompts: Sequence[tuple[int, int]], budget: int) -> list[int]:
+    """The same where no prompt may be cut: in queue order, each that still fits. The first always does when it fits into a step."""
+    counts = []
+    for _, remaining in prompts:
+        counts.append(remaining if remaining <= budget else 0)
+        budget -= counts[-1]
+    return counts
+
+
 def room_for_more(prompts: Sequence[tuple[int, int]], budget: int) -> int:
     """Tokens of the budget that a newcomer could use: each prompt before it takes at most half of what is left."""
     left = budget

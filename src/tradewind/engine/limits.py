@@ -6,15 +6,21 @@ Knows: the arithmetic of need and have. Refuses to know: what is running now. Pu
 from __future__ import annotations
 
 from tradewind.cache.lease import KVCache
+from tradewind.config.plan import SchedulePlan
 from tradewind.contract.errors import LimitError, RequestError
 from tradewind.contract.request import Request
 
 
-def check_fits(request: Request, *, cache: KVCache, max_context: int, burst_tokens: int) -> None:
+def check_fits(request: Request, *, cache: KVCache, schedule: SchedulePlan, burst_tokens: int) -> None:
     """Raises RequestError or LimitError when the request could not run even alone; changes nothing."""
-    prompt = len(request.tokens)
+    prompt, max_context = len(request.tokens), schedule.max_context
     if prompt == 0:
         raise RequestError("the prompt is empty: give at least one token")
+    if request.pooling is not None:
+        _check_pooling(request, cache=cache, schedule=schedule, burst_tokens=burst_tokens)
+        return
+    if schedule.whole_prompts:
+        raise RequestError("this model is an encoder: it gives embeddings and generates nothing")
     if request.max_tokens < 1:
         if prompt >= max_context:
             raise LimitError(
@@ -56,3 +62,25 @@ def check_fits(request: Request, *, cache: KVCache, max_context: int, burst_toke
             f"{asked}, which needs {positions} tokens ({need} pages) of cache, but the cache holds {have * size} tokens ({have} pages), "
             f"{positions - have * size} tokens ({need - have} pages) short; {advice}, or give the cache more memory"
         )
+
+
+def _check_pooling(request: Request, *, cache: KVCache, schedule: SchedulePlan, burst_tokens: int) -> None:
+    """The same for a prompt of which an embedding is wanted: it is computed to its end, and nothing follows."""
+    prompt = len(request.tokens)
+    assert request.max_tokens == 0 and request.parent is None and request.grammar is None, "nothing is generated"
+    limit, what = schedule.max_context, "the context limit"
+    if schedule.whole_prompts and schedule.max_tokens_per_step < limit:
+        limit, what = schedule.max_tokens_per_step, "a step, in which it must be computed whole,"
+    if prompt > limit:
+        verb = "is" if limit == schedule.max_context else "has"
+        raise LimitError(
+            f"the text has {prompt} tokens but {what} {verb} {limit}: shorten the text by at least {prompt - limit} tokens"
+        )
+    for index, need in enumerate(cache.peak_pages(prompt, burst_tokens=burst_tokens)):
+        have = cache.pools[index].total - 1
+        if need > have:
+            size = cache.page_tokens
+            raise LimitError(
+                f"the text has {prompt} tokens, which needs {need * size} tokens ({need} pages) of cache, but the cache holds {have * size} "
+                f"tokens ({have} pages), {need - have} pages short; shorten the text or give the cache more memory"
+            )

@@ -96,7 +96,7 @@ class EngineLoop:
         check_fits(
             request,
             cache=scheduler.cache,
-            max_context=scheduler.schedule.max_context,
+            schedule=scheduler.schedule,
             burst_tokens=scheduler.burst_tokens,
         )
 

@@ -187,6 +187,7 @@ class RemoteClient(Client):
         """The stream has ended: whoever still waits is told why."""
         self._gone = True
         self._detach()
+        self._backlog.clear()
         if self._closing:
             why = "the engine was closed"
         else:
@@ -194,16 +195,18 @@ class RemoteClient(Client):
         self._fail(why)
 
     def _detach(self) -> None:
-        if self._loop is not None and self._link.fileno() >= 0 and not self._loop.is_closed():
-            self._loop.remove_reader(self._link.fileno())
-            self._loop.remove_writer(self._link.fileno())
+        """The asyncio loop reads and writes no more; a second call does nothing, in whatever thread."""
+        loop, self._loop = self._loop, None
+        if loop is not None and self._link.fileno() >= 0 and not loop.is_closed():
+            loop.remove_reader(self._link.fileno())
+            loop.remove_writer(self._link.fileno())
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
         if self._closed is not None:
             raise EngineDeadError(self._closed)
-        check_fits(request, cache=self._cache, max_context=self.ready.schedule.max_context, burst_tokens=self._burst)
+        check_fits(request, cache=self._cache, schedule=self.ready.schedule, burst_tokens=self._burst)
         if not self._handles:
             self._busy_since_s = time.monotonic()
 
@@ -252,7 +255,6 @@ class RemoteClient(Client):
         if already:
             return
         self._detach()
-        self._loop = None
         limit_s = time.monotonic() + CLOSE_S
         try:
             while self._backlog:  # the rest of an order that was cut

@@ -67,7 +67,7 @@ class Rows:
         self.next[slot] = self.computed[slot] = self.cached[slot] = start
         self.fill[slot] = sequence.known
         self.prompt[slot] = sequence.prompt_tokens
-        self.bound[slot] = sequence.capacity - 1
+        self.bound[slot] = sequence.positions
         self.generated[slot] = self.stored[slot] = sequence.generated
         self.max_tokens[slot] = request.max_tokens
         self.min_tokens[slot] = request.sampling.min_tokens

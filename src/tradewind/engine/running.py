@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tradewind.cache.lease import KVCache, PageLease
 from tradewind.contract.step import Ints, Move, frozen_ints
-from tradewind.engine.budget import split
+from tradewind.engine.budget import split, split_whole
 from tradewind.engine.rows import Rows
 from tradewind.engine.sequence import Sequence, State
 
@@ -38,8 +38,10 @@ class Flight:
 class Running:
     """Slots and pages in use. Written by the scheduler and by admission, which is a part of it."""
 
-    def __init__(self, *, cache: KVCache, slots: int) -> None:
+    def __init__(self, *, cache: KVCache, slots: int, whole_prompts: bool = False) -> None:
+        """whole_prompts: a prompt is computed in one step or not at all."""
         self.cache = cache
+        self._whole_prompts = whole_prompts
         self.rows = Rows(slots=slots)
         self.free_slots = list(range(slots - 1, -1, -1))
         self.left_slots: list[int] = []
@@ -179,9 +181,11 @@ class Running:
         spans = self.spans()
         sequences: list[Sequence] = []
         sizes: list[int] = []
-        for sequence, (start, _), count in zip(
-            self.filling, spans, split(spans, budget, page_tokens=self.cache.page_tokens), strict=True
-        ):
+        if self._whole_prompts:
+            counts = split_whole(spans, budget)
+        else:
+            counts = split(spans, budget, page_tokens=self.cache.page_tokens)
+        for sequence, (start, _), count in zip(self.filling, spans, counts, strict=True):
             # Its pages were promised; they can be missing for a moment only, while replaced pages retire.
             if count and self.extend(sequence, start + count):
                 sequences.append(sequence)

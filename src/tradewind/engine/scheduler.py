@@ -59,7 +59,7 @@ class Scheduler:
         self._policy = POLICIES[schedule.policy]()
         self._live: dict[str, Sequence] = {}
         self._out: list[Report] = []
-        self._running = Running(cache=self.cache, slots=schedule.max_running)
+        self._running = Running(cache=self.cache, slots=schedule.max_running, whole_prompts=schedule.whole_prompts)
         self._admission = Admission(
             schedule=schedule,
             policy=self._policy,
@@ -136,7 +136,7 @@ class Scheduler:
         """Queues a request. Raises RequestError or LimitError, and changes nothing, when it can never run."""
         if request.id in self._live:
             raise RequestError(f"a request with the id '{request.id}' is already there: ids must differ")
-        check_fits(request, cache=self.cache, max_context=self.schedule.max_context, burst_tokens=self.burst_tokens)
+        check_fits(request, cache=self.cache, schedule=self.schedule, burst_tokens=self.burst_tokens)
         if request.grammar is not None:
             if self._grammars is None:
                 raise RequestError("the request has a grammar, but this engine was started without structured output")
@@ -305,6 +305,8 @@ class Scheduler:
     def _wants(self, sequence: Sequence, count: int) -> Wants:
         rows, slot = self._running.rows, sequence.slot
         last = rows.next[slot] + count == rows.fill[slot]
+        if sequence.request.pooling is not None:
+            return Wants.HIDDEN if last else Wants.HIDDEN_PART
         if wants_prompt_logprobs(sequence):
             return Wants.ALL if last else Wants.ALL_NO_SAMPLE
         return Wants.LAST if last else Wants.NONE
@@ -349,6 +351,10 @@ class Scheduler:
         for row in range(flight.decode_rows, len(slot)):
             if valid[row]:
                 self._take_chunk(int(slot[row]), result.logprobs.get(row))
+        for row, vector in result.hidden.items():
+            sequence = rows.sequences[int(slot[row])]
+            if valid[row] and sequence is not None:
+                self._end(sequence, "stop", now, embedding=vector.tobytes())
         if len(result.tokens):
             self._take_tokens(result, flight, valid, brought, now)
         if self.cache.sliding:
@@ -492,6 +498,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprobs, ...] = (),
         stop_token: int | None = None,
         error: str | None = None,
+        embedding: bytes | None = None,
     ) -> None:
         """Ends a request in any state and says so, once; its slot and pages follow when no step touches them any more."""
         rows = self._running.rows
@@ -514,6 +521,7 @@ class Scheduler:
                 cached_tokens=sequence.cached_tokens,
                 prompt_tokens=sequence.prompt_tokens,
                 generated_tokens=sequence.generated,
+                embedding=embedding,
             )
         )
         self._admission.forget(sequence)
@@ -573,6 +581,8 @@ def _enter(sequence: Sequence) -> Enter:
         eos_ids=stop_tokens(sequence),
         grammar=request.grammar,
         adapter=request.adapter,
+        pooling=request.pooling,
+        normalise=request.normalise,
     )
 
 

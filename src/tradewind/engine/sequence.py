@@ -131,6 +131,12 @@ class Sequence:
         """Upper bound of tokens it can ever hold."""
         return len(self.request.tokens) + self.request.max_tokens
 
+    @property
+    def positions(self) -> int:
+        """Upper bound of positions it can ever compute: those of all its tokens but the last, of which nothing follows. A prompt that
+        is pooled is computed to its end."""
+        return self.capacity - (self.request.pooling is None)
+
     def chunks(self, page_tokens: int) -> list[bytes]:
         """Radix keys of every whole page of the known tokens; computed once and continued as tokens come."""
         whole = self.known // page_tokens

@@ -25,7 +25,7 @@ import numpy as np
 
 from tradewind.config.goals import Goals
 from tradewind.config.plan import CachePlan, Plan, SchedulePlan
-from tradewind.contract.events import Arrived, Delayed, Preempted, Scheduled, StepDone, TokensOut
+from tradewind.contract.events import Event
 from tradewind.engine.columns import Report, StepTokens
 from tradewind.engine.loop import Add, Cancel, Finish, Forget
 from tradewind.engine.stats import EngineStats
@@ -112,7 +112,7 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Batch(msgspec.Struct, frozen=True, tag=True):
     """Everything that one turn of the engine brought."""
 
-    reports: list[Columns | Arrived | Scheduled | Delayed | TokensOut | Preempted | StepDone]
+    reports: list[Columns | Event]
     stats: EngineStats
 
 

@@ -1,4 +1,4 @@
-"""Self-attention: qkv, rope and KV write, paged attention, output.
+"""Self-attention: qkv, rope and KV write, paged attention, output; causal, or of every token to all (encoders).
 
 Knows: heads, windows, which rope and KV group a layer uses. Refuses to know: how attention is computed (a backend) and who owns pages.
 """
@@ -23,6 +23,7 @@ class Attention:
         self.eps = card.norm_eps
         self.scale = card.head_dim**-0.5 if card.attention_scale is None else card.attention_scale
         self.softcap = card.attention_softcap
+        self.causal = card.causal
         self.window = card.layer_windows[layer] if card.layer_windows else None
         self.rope = "local" if card.rope_local is not None and self.window is not None else "global"
 
@@ -62,5 +63,6 @@ class Attention:
             softcap=self.softcap,
             sinks=None,
             out=mixed,
+            causal=self.causal,
         )
         return self.output(batch, mixed, out=out)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tradewind.attention.backend import Backend as Backend
 from tradewind.config.card import ModelCard
 from tradewind.kernels.ops import Count as Count
@@ -34,6 +37,9 @@ class Weights(Protocol):
 
     def rows(self, name: str, *, rows: int, cols: int) -> RowTable:
         """A matrix whose rows are gathered."""
+
+    def floats(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """The values of a small tensor as they are, for a model that combines tensors when it is built."""
 
 
 @dataclass(frozen=True, kw_only=True)

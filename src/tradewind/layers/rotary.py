@@ -47,6 +47,8 @@ def frequencies(rope: RopeFacts, *, head_dim: int) -> tuple[Frequencies, float]:
         return llama3(inv_freq, rope), 1.0
     if rope.kind == "yarn":
         return yarn(inv_freq, rope, dims=dims), yarn_attention_factor(rope)
+    if rope.kind == "absent":
+        return np.zeros(1), 1.0  # one pair of dims turned by 0: cos 1, sin 0, so that the op leaves every bit as it is
     assert rope.kind == "none", rope.kind
     return inv_freq, 1.0
 

@@ -13,7 +13,7 @@ from tradewind.config.card import ModelCard
 from tradewind.contract.errors import UserError
 from tradewind.device.batch import ForwardBatch
 from tradewind.layers.build import Backend, Build, Count, Ops, Tensor, Weights
-from tradewind.models import gemma3, llama, mistral, qwen2, qwen3
+from tradewind.models import bert, gemma3, llama, mistral, qwen2, qwen3
 
 
 class Model(Protocol):
@@ -51,6 +51,13 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bert": Family(
+        model=bert.Bert,
+        hf_places=bert.HF_PLACES,
+        gguf_names={},
+        hf_renames=bert.HF_RENAMES,
+        ignored=bert.HF_IGNORED,
+    ),
     "gemma3": Family(
         model=gemma3.Gemma3,
         hf_places=gemma3.HF_PLACES,

@@ -8,6 +8,7 @@ Knows: the order of a step (slots, moves, forward, head, sample) and the tape. R
             tape.run()   or   model.forward(batch)                  the bulk
             head over rows that want logits, in groups of `head_rows`
             grammar masks, logprobs, sample, token -> slot          -> result
+            pooling of hidden states                                runner/pooling.py
 
 Which thread calls is the executor's business (runner/executor.py).
 """
@@ -21,12 +22,13 @@ from typing import Protocol
 import numpy as np
 
 from tradewind.contract.kv import KVGroup
-from tradewind.contract.step import Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants
+from tradewind.contract.step import Floats, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants
 from tradewind.device.batch import ForwardBatch, Scratch
 from tradewind.device.layout import StepArrays, lay_out
 from tradewind.device.slots import Slots
 from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
 from tradewind.models.registry import Model
+from tradewind.runner.pooling import PoolingSlots
 from tradewind.sampling.columns import SlotSampling
 from tradewind.sampling.grammar import GrammarSlots
 from tradewind.sampling.grammar_compile import GrammarCompiler
@@ -70,6 +72,7 @@ class StepRunner:
         if grammars is not None:
             assert grammars.vocab_size == vocab_size, (grammars.vocab_size, vocab_size)
             self._grammar = GrammarSlots(compiler=grammars, slots=max_running, rows=head_rows)
+        self._pooling = PoolingSlots()
         self._arrays = StepArrays.allocate(capacity=max_tokens_per_step, rows=max_running, slots=self._slots)
         self._batch = self._forward_batch()
         self._want_tape = tape
@@ -122,11 +125,13 @@ class StepRunner:
         began = time.perf_counter()
         for slot in step.leave:
             self._slots.leave(slot)
+            self._pooling.leave(slot)
             if self._grammar is not None:
                 self._grammar.leave(slot)
         for enter in step.enter:
             self._slots.enter(enter)
             self._sampling.enter(enter)
+            self._pooling.enter(enter)
             if self._grammar is not None:
                 self._grammar.enter(enter)
         self._slots.turn_pages(step)
@@ -140,6 +145,7 @@ class StepRunner:
         if step.rows:
             self._forward()
         tokens, logprobs, failed, complete = self._choose(step)
+        hidden = self._pool(step, failed)
         offset = np.zeros(step.rows + 1, np.int32)
         np.cumsum(tokens >= 0, out=offset[1:], dtype=np.int32)
         return StepResult(
@@ -149,6 +155,7 @@ class StepRunner:
             offset=offset,
             tokens=tokens[tokens >= 0],
             logprobs=logprobs,
+            hidden=hidden,
             moved=tuple(move.ticket for move in step.moves),
             failed=failed,
             complete=complete,
@@ -247,12 +254,19 @@ class StepRunner:
             complete = tuple(int(drawn[place]) for place in places)
         return chosen, logprobs, failed, complete
 
+    def _pool(self, step: Step, failed: dict[int, str]) -> dict[int, Floats]:
+        """Embeddings of the prompts that end in this step, by row; other chunks of such prompts are added up."""
+        rows = self._pooling.wanted(step)
+        if not len(rows):
+            return {}
+        return self._pooling.take(step, rows, self._ops.host(self._hidden), self._arrays.query_start, failed)
+
     def _why_none(self, slot: int) -> str:
         return NO_TOKEN if self._grammar is not None and self._grammar.constrained(slot) else NOT_FINITE
 
     def _prompt_logprobs(self, step: Step, into: dict[int, RowLogprobs]) -> None:
         """Logprobs of the known tokens that follow each position of rows that want all their logits."""
-        for row in np.flatnonzero(step.wants >= Wants.ALL):
+        for row in np.flatnonzero((step.wants == Wants.ALL) | (step.wants == Wants.ALL_NO_SAMPLE)):
             slot, start, count = int(step.slot[row]), int(step.start[row]), int(step.count[row])
             known = min(
                 count, int(self._slots.prompt[slot]) - start - 1

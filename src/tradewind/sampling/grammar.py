@@ -151,6 +151,7 @@ class GrammarSlots:
         """Takes the tokens just sampled and begins with the next masks; the places in `slot` whose grammar is complete."""
         if not self._held:
             return []
+        self._settle()
         complete: list[int] = []
         going: list[int] = []
         for place, (s, token) in enumerate(zip(map(int, slot), map(int, tokens), strict=True)):

@@ -15,23 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from tradewind.contract.errors import MissingExtraError, RequestError, UserError
-from tradewind.contract.grammar import Grammar, decode_grammar
+from tradewind.contract.grammar import LIMITS, Grammar, decode_grammar
 
 THREADS = 2
 """More would only take turns with the model's own threads."""
-LIMITS: dict[str, Any] = {
-    "max_grammar_size": 200_000,  # symbols
-    "max_lexer_states": 30_000,  # 1 to 2 kB each
-    "initial_lexer_fuel": 2_000_000,  # about 40 ms
-    "step_lexer_fuel": 200_000,  # about 14 ms a mask
-    "step_max_items": 50_000,
-    "verbose_errors": False,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,12 +183,8 @@ class GrammarCompiler:
         import llguidance
 
         began = time.perf_counter()
-        matcher = llguidance.LLMatcher(
-            tokenizer,
-            llguidance.LLMatcher.grammar_from_lark(grammar.lark),
-            log_level=0,
-            limits=llguidance.LLParserLimits(**LIMITS),
-        )
+        limits = llguidance.LLParserLimits(**LIMITS)
+        matcher = llguidance.LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"the {grammar.kind} is refused: {first_line(matcher.get_error())}")
         # The first mask builds the first lexer states, which every copy then has; and it shows a language without words.
@@ -227,7 +215,7 @@ class GrammarCompiler:
             raise MissingExtraError(package="llguidance", extra="structured", purpose="structured output") from None
         vocabulary = self._vocabulary()
         tokenizer = llguidance.LLTokenizer(
-            _Wrapper(vocabulary),
+            cast("Any", _Wrapper(vocabulary)),
             n_vocab=max(self.vocab_size, len(vocabulary.tokens)),
             eos_token=list(vocabulary.eos_ids) or None,
         )
@@ -246,7 +234,8 @@ class _Wrapper:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = list(vocabulary.tokens)
-        self.special_token_ids = sorted(vocabulary.special_ids)
+        # An end-of-text token that is spelled like a text must not be taken for it.
+        self.special_token_ids = sorted({*vocabulary.special_ids, *vocabulary.eos_ids})
         self.eos_token_id = vocabulary.eos_ids[0] if vocabulary.eos_ids else len(self.tokens) - 1
         self._encode = vocabulary.encode
 

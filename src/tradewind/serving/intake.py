@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import operator
 import secrets
-from collections.abc import Sequence
-from typing import SupportsIndex
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex, get_args
 
 import msgspec
 
+from tradewind.config.plan import Plan
 from tradewind.contract.errors import RequestError
-from tradewind.contract.request import Request, SamplingParams
+from tradewind.contract.request import Pooling, Request, SamplingParams
 
 U64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -27,6 +28,25 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_context: int
     eos_ids: tuple[int, ...]
+    causal: bool = True
+    """False: an encoder, which generates nothing."""
+    pooling: Pooling = "last"
+    """How embeddings are pooled unless a request says otherwise."""
+    embedding_size: int | None = None
+    """Values of an embedding; None where that is not known before one is made."""
+
+    @classmethod
+    def of(cls, plan: Plan, *, eos_ids: Iterable[int]) -> Limits:
+        """The limits of a planned engine; ids beyond its vocabulary are left out."""
+        card = plan.card
+        return cls(
+            vocab_size=card.vocab_size,
+            max_context=plan.schedule.max_context,
+            eos_ids=tuple(sorted(token for token in {*eos_ids, *card.eos_ids} if token < card.vocab_size)),
+            causal=card.causal,
+            pooling=card.pooling,
+            embedding_size=card.hidden,
+        )
 
 
 class Intake:
@@ -51,6 +71,7 @@ class Intake:
     ) -> tuple[Request, ...]:
         """`sampling.n` requests for one prompt, the later ones naming the first as parent. Raises RequestError with exact numbers."""
         limits = self.limits
+        self.check_generates()
         sampling.check(vocab_size=limits.vocab_size)
         prompt = tuple(self._token(token) for token in tokens)
         if not prompt:
@@ -88,6 +109,69 @@ class Intake:
             )
             for sample in range(sampling.n)
         )
+
+    def check_generates(self) -> None:
+        """Raises RequestError when the model is one that generates nothing."""
+        if not self.limits.causal:
+            raise RequestError(
+                "this model is an encoder: it gives embeddings (tradewind embed, LLM.embed, /v1/embeddings) and generates nothing"
+            )
+
+    def embedding(
+        self,
+        tokens: Sequence[int],
+        *,
+        now_s: float,
+        pooling: Pooling | None = None,
+        normalise: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> Request:
+        """A request for the pooled hidden state of a text; `pooling` None is the model's own. Raises RequestError with exact numbers."""
+        limits = self.limits
+        if pooling is None:
+            pooling = limits.pooling
+        if pooling not in get_args(Pooling):
+            raise RequestError(f"pooling is {pooling!r}; it must be one of {', '.join(get_args(Pooling))}")
+        if pooling == "cls" and limits.causal and limits.pooling != "cls":
+            raise RequestError(
+                "pooling is 'cls', but this model reads from left to right: its first token has seen nothing of the text; "
+                "use 'last' or 'mean'"
+            )
+        text = tuple(self._token(token) for token in tokens)
+        if not text:
+            raise RequestError("the text is empty; at least one token is needed")
+        if len(text) > limits.max_context:
+            raise RequestError(
+                f"the text has {len(text)} tokens; the limit is {limits.max_context} ({len(text) - limits.max_context} too many)"
+            )
+        return Request(
+            id=request_id or f"{self._prefix}-{next(self._numbers)}",
+            tokens=text,
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=0,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            arrived_s=now_s,
+            deadline_s=deadline_s,
+            pooling=pooling,
+            normalise=normalise,
+        )
+
+    def check_dimensions(self, dimensions: int | None, *, size: int | None = None) -> None:
+        """Raises RequestError unless an embedding of `size` values (None: the model's, if known) can be cut to so many."""
+        size = self.limits.embedding_size if size is None else size
+        if dimensions is None or isinstance(dimensions, bool) or not isinstance(dimensions, int):
+            if dimensions is not None:
+                raise RequestError(f"dimensions is {dimensions!r}; it must be a whole number of at least 1")
+            return
+        if dimensions < 1 or (size is not None and dimensions > size):
+            most = "" if size is None else f" to {size}, the size of this model's embeddings"
+            raise RequestError(f"dimensions is {dimensions}; it must be a whole number from 1{most}")
 
     def _token(self, token: object) -> int:
         """A token id as an int, from any integer type (numpy's too). Raises RequestError naming what it is instead."""

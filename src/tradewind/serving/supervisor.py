@@ -6,6 +6,7 @@ Knows: one process at a time and the socket to it. Refuses to know: the command 
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import subprocess
@@ -22,12 +23,12 @@ from tradewind.contract.request import Request
 from tradewind.engine.client import Handle
 from tradewind.engine.columns import Report
 from tradewind.engine.remote import RemoteClient
+from tradewind.engine.stats import EngineStats
 from tradewind.engine.wire import ANSWERS, Answer, Fatal, Link, Located, Ready, Start
-from tradewind.serving.http.front import EngineStats
 
 STACKS_SIGNAL = signal.SIGUSR1
 
-Log = Callable[[str], None]
+LOG = logging.getLogger("tradewind.engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +48,17 @@ Launch = Callable[[], Launched]
 class Supervisor:
     """The engine's process of the moment; implements `front.EngineClient`. After `attach` its one user is the asyncio loop's thread."""
 
-    def __init__(
-        self, start: Start, *, launch: Launch, log: Log, on_reports: Callable[[list[Report]], None] | None = None
-    ) -> None:
-        """`launch` starts a process and returns at once; `on_reports` sees everything that engines report, in the reader's thread."""
-        self._start, self._launch, self._log, self._on_reports = start, launch, log, on_reports
+    def __init__(self, start: Start, *, launch: Launch) -> None:
+        """`launch` starts a process and returns at once."""
+        self._start, self._launch = start, launch
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Link[Answer] | None = None
         self._client: RemoteClient | None = None
         self._why_dead: str | None = "the engine is starting"
         self.on_death: Callable[[str], None] = lambda why: None
-        """Told once for each engine that dies on its own."""
+        """Told once for each engine that dies on its own, before its open requests end."""
+        self.on_reports: Callable[[list[Report]], None] = lambda reports: None
+        """Sees everything that engines report, in the asyncio loop's thread; to be set before `attach`."""
         self._closing = False
 
     # -- starting
@@ -84,11 +85,6 @@ class Supervisor:
         answer = self._await()
         if not isinstance(answer, Ready):
             raise EngineDeadError(f"the engine process said {type(answer).__name__} before it was ready")
-        assert self._link is not None
-        self._client = RemoteClient(
-            self._link, answer, on_reports=self._on_reports, on_end=self._ended, on_described=self._described
-        )
-        self._why_dead = None
         return answer
 
     def _await(self) -> Answer:
@@ -104,23 +100,30 @@ class Supervisor:
             raise EngineDeadError(answer.why)
         return answer
 
-    def attach(self) -> None:
-        """Lets the running asyncio loop read what the engine says."""
-        assert self._client is not None
+    def attach(self, ready: Ready) -> None:
+        """Lets the running asyncio loop read what the engine says; from now on requests are taken."""
+        assert self._link is not None
+        self._client = RemoteClient(
+            self._link,
+            ready,
+            on_reports=self.on_reports,
+            on_end=self._ended,
+            on_described=self._described,
+        )
+        self._why_dead = None
         self._client.attach()
 
     async def restart(self) -> None:
         """A new process in the place of a dead one. Raises what `await_ready` raises."""
-        await asyncio.to_thread(self._start_again)
-        if self._closing:
-            return
-        self.attach()
+        self._clean_up()  # here, where the dead one's client is used; the waiting is a thread's
+        ready = await asyncio.to_thread(self._start_again)
+        if not self._closing:
+            self.attach(ready)
 
-    def _start_again(self) -> None:
-        self._clean_up()
+    def _start_again(self) -> Ready:
         self.spawn()
         self.await_located()
-        self.await_ready()
+        return self.await_ready()
 
     # -- front.EngineClient
 
@@ -149,14 +152,18 @@ class Supervisor:
         """See EngineClient."""
         if self._client is None:
             return EngineStats(last_progress_s=time.monotonic())
-        known = self._client.stats()
-        return EngineStats(**{name: getattr(known, name) for name in EngineStats.__struct_fields__})
+        return self._client.stats()
 
     def scheduled_s(self, request_id: str) -> float | None:
         """See EngineClient."""
         return None if self._client is None else self._client.scheduled_s(request_id)
 
     # -- while it runs
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None while there is none."""
+        return None if self._process is None else self._process.pid
 
     @property
     def open(self) -> int:
@@ -175,7 +182,7 @@ class Supervisor:
             self._client.describe()
 
     def _described(self, text: str) -> None:
-        self._log("state of the scheduler:\n" + text)
+        LOG.warning("state of the scheduler:\n%s", text)
 
     def _ended(self, reason: str | None) -> str:
         if self._closing:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tradewind.contract.errors import EngineDeadError
-from tradewind.contract.step import Enter, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants
+from tradewind.contract.step import Enter, Floats, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants
+from tradewind.simulate import made_up
 from tradewind.simulate.script_file import Answers, Drafts, Fault, Forced, ScriptFile
 
 MADE_UP_LOGPROB = -0.125
@@ -99,6 +100,7 @@ class ForcedExecutor:
             offset=offset,
             tokens=tokens,
             logprobs=logprobs,
+            hidden={} if not (pooled := step.wants == Wants.HIDDEN).any() else self._hidden(step, np.flatnonzero(pooled)),
             failed=failed,
             device_s=takes,
         )
@@ -141,6 +143,11 @@ class ForcedExecutor:
         sampling = enter.sampling
         self._special[slot] = bool(said.faults) or sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._said[slot], self._enter[slot] = said, enter
+
+    def _hidden(self, step: Step, rows: npt.NDArray[np.intp]) -> dict[int, Floats]:
+        """Made-up embeddings of the prompts that end in this step."""
+        entered = {row: self._enter[int(step.slot[row])] for row in rows.tolist()}
+        return {row: made_up.embedding(enter) for row, enter in entered.items() if enter is not None}
 
     def _tokens(self, slot: Ints, at: Ints) -> Ints:
         length = self._length[slot]
@@ -207,6 +214,23 @@ class ForcedExecutor:
             top_ids=tuple(other for other, _ in best),
             top_logprobs=tuple(value for _, value in best),
         )
+
+
+class AnyGrammar:
+    """contract.GrammarGate of a device whose tokens are forced: every grammar is let in, and none changes anything."""
+
+    def open(self, text: str) -> None:
+        """See GrammarGate."""
+
+    def ready(self, text: str) -> bool:
+        """See GrammarGate."""
+        return True
+
+    def close(self, text: str) -> None:
+        """See GrammarGate."""
+
+    def wait(self, timeout_s: float) -> None:
+        """See GrammarGate."""
 
 
 def _happen(fault: Fault, step: int) -> None:

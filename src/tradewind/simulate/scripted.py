@@ -21,7 +21,8 @@ import numpy as np
 
 from tradewind.contract.errors import EngineDeadError
 from tradewind.contract.kv import KVGroup
-from tradewind.contract.step import Enter, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
+from tradewind.contract.step import Enter, Floats, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
+from tradewind.simulate import made_up
 from tradewind.simulate.clock import Clock, VirtualClock
 
 Script = Sequence[int] | Callable[[Sequence[int]], int]
@@ -62,6 +63,8 @@ class _Slot:
         self.computed = 0
         """Highest position whose KV may be read; rows must be contiguous from the first row's start on."""
         self.started = False
+        self.first = 0
+        """Where its first row began; what is before it was found in the cache."""
         self.tables: list[dict[int, int]] = [{} for _ in range(groups)]
 
     @property
@@ -216,6 +219,7 @@ class ScriptedExecutor:
         offset = [0]
         logprobs: dict[int, RowLogprobs] = {}
         failed: dict[int, str] = {}
+        hidden: dict[int, Floats] = {}
         for row, slot in enumerate(slots):
             where = f"step {step.number}, row {row}, slot {slot}"
             state = self._live(slot, step)
@@ -234,9 +238,19 @@ class ScriptedExecutor:
             if drafts:
                 assert start + count - drafts == known, f"{where}: guesses do not follow the last token"
             assert start + count < state.enter.capacity_tokens + 1, f"{where}: beyond its capacity"
+            if not state.started:
+                state.first = start
             state.started = True
             self._write(step, where, slot, state, start, count, guesses, owners, touched)
             state.computed = start + count
+            if wants in (Wants.HIDDEN, Wants.HIDDEN_PART):
+                assert state.enter.pooling is not None, f"{where}: wants hidden states that nobody asked for"
+                assert (start + count == state.enter.prompt_tokens) == (wants == Wants.HIDDEN), f"{where}: {wants!r} at {start + count}"
+                if wants == Wants.HIDDEN:
+                    self._pooled(where, state, start)
+                    hidden[row] = made_up.embedding(state.enter)
+            else:
+                assert state.enter.pooling is None, f"{where}: a prompt to be pooled, and hidden states are not wanted"
             reason = self._fail.get((state.enter.request_id, start))
             out: list[int] = []
             if reason is not None:
@@ -263,7 +277,17 @@ class ScriptedExecutor:
             offset=frozen_ints(offset),
             tokens=frozen_ints(tokens),
             logprobs=logprobs,
+            hidden={row: vector for row, vector in hidden.items() if row not in failed},
             failed=failed,
+        )
+
+    def _pooled(self, where: str, state: _Slot, start: int) -> None:
+        """What must hold when a prompt that is pooled ends: nothing but "last" may have been taken from the cache."""
+        for group, record in enumerate(self._groups):
+            if record.window is None:
+                self._read(where, state, group, state.enter.prompt_tokens - 1)
+        assert state.enter.pooling == "last" or state.first == 0, (
+            f"{where}: {state.enter.pooling} pooling, but the first row began at {state.first}"
         )
 
     def _write(

@@ -29,7 +29,7 @@ class Checkpoint:
 
     path: the folder (hf) or the .gguf file. metadata: config.json's content, or the GGUF metadata (a `GGUFMetadata`,
     whose arrays decode when asked). tensors: by the names in the files. chat_template: template name -> text, the usual
-    one named "default". Where a file is absent the field is None.
+    one named "default". sentence: what sentence-transformers adds, by file name. Where a file is absent the field is None.
     """
 
     path: Path
@@ -40,6 +40,7 @@ class Checkpoint:
     tokenizer_config: Mapping[str, object] | None = None
     generation_config: Mapping[str, object] | None = None
     chat_template: Mapping[str, str] | None = None
+    sentence: Mapping[str, object] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +119,30 @@ def _open_hf(folder: Path) -> Checkpoint:
         tokenizer_config=tokenizer_config,
         generation_config=_json(folder / "generation_config.json"),
         chat_template=_hf_templates(folder, tokenizer_config or {}) or None,
+        sentence=_sentence_files(folder) or None,
     )
+
+
+def _sentence_files(folder: Path) -> dict[str, object]:
+    """What a sentence-transformers folder says about embeddings: its modules, the pooling of the module that pools, its limits."""
+    found: dict[str, object] = {}
+    modules = folder / "modules.json"
+    pooling = "1_Pooling"
+    if modules.is_file():
+        # A list, where every other description is an object.
+        listed = parse_json(modules, b'{"modules":' + _bytes(modules) + b"}", base=-len('{"modules":'))["modules"]
+        found["modules.json"] = listed
+        for module in listed if isinstance(listed, list) else ():
+            if isinstance(module, dict) and str(module.get("type", "")).endswith(".Pooling"):
+                pooling = Path(str(module.get("path", pooling))).name
+    for name, path in (
+        ("pooling.json", folder / pooling / "config.json"),
+        ("sentence_bert_config.json", folder / "sentence_bert_config.json"),
+    ):
+        content = _json(path)
+        if content is not None:
+            found[name] = content
+    return found
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -127,6 +127,9 @@ class PlacedWeights:
         values = as_float([self._readable(name, (size,)) for name, size in sizes.items()])
         return self._loading.ops.constant(values + np.float32(offset))
 
+    def floats(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        return as_float([self._readable(f"{name}.weight", shape)])
+
     def rows(self, name: str, *, rows: int, cols: int) -> Any:
         raw = self._readable(f"{name}.weight", (rows, cols))
         return self._loading.ops.row_table(raw.data, raw.format, rows=rows, cols=cols)

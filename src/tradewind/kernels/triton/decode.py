@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, prefetch_share, wait_for_previous
+from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
 from tradewind.kernels.triton.rope import stored
 from tradewind.kernels.triton.tuning import DecodeConfig
 
@@ -44,23 +44,17 @@ def _fold(score, value, top, total, acc, DOT: tl.constexpr):
 @triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lengths_ptr, rows_ptr, starts_ptr, sinks_ptr, part_ptr, arrived_ptr,
-    angles_ptr, q_weight_ptr, k_weight_ptr, ahead_ptr, ahead_lines, eps,
+    angles_ptr, q_weight_ptr, k_weight_ptr, eps,
     table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, DOT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, AHEAD: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     split = tl.program_id(0)
     g = tl.program_id(1)
     row = tl.program_id(2)
-    if AHEAD > 0:
-        if split >= SPLITS:
-            share = (row * G + g) * AHEAD + split - SPLITS
-            prefetch_share(ahead_ptr, ahead_lines, share, tl.num_programs(2) * G * AHEAD, 128, PDL)
-            wait_for_previous(PDL)
-            return
     RATIO: tl.constexpr = H // G
     HALF_D: tl.constexpr = D // 2
     i = tl.arange(0, HALF)
@@ -269,8 +263,6 @@ def paged_decode(
     arrived: Tensor | None = None,
     pdl: bool = False,
     early: bool = False,
-    ahead: Tensor | None = None,
-    ahead_programs: int = 128,
 ) -> None:
     """out [T, H D] = attention of each one-token row over its pages; other rows (by query_start int32 [R + 1]) are left alone.
 
@@ -281,8 +273,6 @@ def paged_decode(
     workspace float32 (`decode_workspace_floats`), arrived int32 [R G] zeros (left zero): only for config.splits > 1.
     early (fused only): lengths, page table and the first tile of older keys are read before the wait for the previous kernel; that kernel must
     have been launched with `late`, and must not write any of them.
-    ahead: uint8 [bytes], weights of the kernels to come; with pdl some `ahead_programs` programs more ask L2 for them, since a small batch's
-    attention waits for latency and leaves memory idle.
     Source: FlashAttention 2 (Dao 2023), split-KV decode.
     """
     count, kv_heads, page_tokens, dim = lengths.shape[0], *k_pages.shape[1:]
@@ -293,18 +283,16 @@ def paged_decode(
     assert pow2(config.splits) == config.splits, f"{config.splits} splits are no power of two"
     assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
     dot = {"float32": tl.float32, "float16": tl.float16}.get(str(k_pages.dtype).removeprefix("torch."), tl.bfloat16)
-    extra = triton.cdiv(ahead_programs, kv_heads * count) if ahead is not None and pdl else 0
-    _decode_kernel[(config.splits + extra, kv_heads, count)](
+    _decode_kernel[(config.splits, kv_heads, count)](
         q, k_pages, v_pages, out, page_table, lengths, rows if rows is not None else lengths,
         query_start if query_start is not None else lengths, sinks if sinks is not None else lengths,
         workspace if workspace is not None else q, arrived if arrived is not None else lengths,
-        angles if fused else q, q_weight if q_weight is not None else q, k_weight if k_weight is not None else q,
-        ahead if ahead is not None else q, ahead.numel() // 128 if ahead is not None else 0, eps,
+        angles if fused else q, q_weight if q_weight is not None else q, k_weight if k_weight is not None else q, eps,
         page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, B=page_tokens,
         BM=pow2(heads // kv_heads, 16), BN=config.block_n, HALF=pow2(dim // 2, 16), SPLITS=config.splits, DOT=dot,
         WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
-        FUSED=fused, NORM=q_weight is not None, EARLY=early, AHEAD=extra, COUNTED=rows is not None,
+        FUSED=fused, NORM=q_weight is not None, EARLY=early, COUNTED=rows is not None,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 

@@ -27,24 +27,6 @@ def wait_for_previous(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit
-def prefetch_lines(pointers, PDL: tl.constexpr):
-    """Asks L2 for the 128-byte lines at `pointers` (a tile of pointers); changes nothing. Only useful before `wait_for_previous`."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def prefetch_share(weights_ptr, lines, share, shares, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Asks L2 for this program's share of `lines` 128-byte lines at weights_ptr (uint8): weights of the kernels to come, while memory idles."""
-    i = tl.arange(0, BLOCK)
-    for start in range(share * BLOCK, lines, shares * BLOCK):
-        line = tl.minimum(start + i, lines - 1)
-        prefetch_lines(weights_ptr + line.to(tl.int64) * 128, PDL)
-
-
 def launch_options(*, pdl: bool, warps: int, stages: int | None = None) -> dict[str, Any]:
     """Keyword arguments of a launch. `launch_pdl` is passed only when wanted: older interpreters do not know it."""
     options: dict[str, Any] = {"PDL": pdl, "num_warps": warps}

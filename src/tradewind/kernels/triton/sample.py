@@ -6,7 +6,8 @@ programs finish: what is summed across programs are integers.
 
     scatter     only rows with penalties or biases: counts of history tokens into a scratch row, biases onto logits
     steer       [block, row]  mask and penalties; block maximum. The last block of a row to arrive: row maximum; greedy rows are done
-    threshold   [row]         only rows with top-k or top-p: the smallest kept value and how many of its equals are kept
+    narrow      [block, row]  only rows with top-k, then those with top-p, three passes each: the range of values that holds the smallest kept
+    resolve     [row]         the smallest kept value, and how many of its equals are kept, from the values in that range
     draw        [block, row]  kept mass of each block; the last block of a row to arrive: uniform -> block -> token
 
 A mass is round(2^40 exp((logit - max) / temperature)), an int64; the cumulated masses of a row stay below 2^58. Values are compared through
@@ -26,7 +27,7 @@ from torch import Tensor
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
 
 BLOCK = 1024
-CANDIDATES = 4096
+CANDIDATES = 1024
 PROMPT = 1 << 30
 """In the scratch counts: this token occurs in the prompt. Lower bits count generated ones."""
 
@@ -138,6 +139,7 @@ def _rough_mass(x, best, inverse_temperature):
 def _amounts(source, n, pivots, best, inverse, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
     """Of source[0:n]: how many values, and how much mass (0 without BY_MASS), have a key >= each of 8 pivots. int64 [8] each."""
     i = tl.arange(0, CHUNK)
+    narrow = pivots.to(tl.int32)  # a key of a finite value plus one fits
     count = tl.zeros([8, CHUNK], tl.int32)
     mass = tl.zeros([8, CHUNK], tl.int64)
     for start in range(0, n, 4 * CHUNK):
@@ -155,9 +157,8 @@ def _amounts(source, n, pivots, best, inverse, BY_MASS: tl.constexpr, CHUNK: tl.
                 x = x2
             else:
                 x = x3
-            key = ordered(x).to(tl.int64)
-            key = tl.where(start + u * CHUNK + i < n, key, -2147483649)  # below every pivot
-            at_least = key[None, :] >= pivots[:, None]
+            live = start + u * CHUNK + i < n
+            at_least = (ordered(x)[None, :] >= narrow[:, None]) & live[None, :]
             count += at_least.to(tl.int32)
             if BY_MASS:
                 mass += tl.where(at_least, _rough_mass(x, best, inverse)[None, :], 0)
@@ -177,29 +178,135 @@ def _narrow(pivots, count, amount, target, low, high, count_low, count_high, abo
 
 
 @triton.jit
-def _largest_cut(
-    logits, candidates, filled_ptr, V, low, count_low, target, best, inverse,
-    BY_MASS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """The largest key c with amount(key >= c) >= target, the amount above c, and the count at or above c. amount(low) >= target is given.
+def _wanted(row, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, V, BY_MASS: tl.constexpr):
+    """Whether the row has a top-p (BY_MASS) or a top-k to search for, its maximum, 1 / temperature, k and p."""
+    temperature = tl.load(temperature_ptr + row)
+    best = tl.load(row_max_ptr + row)
+    k = tl.load(top_k_ptr + row)
+    p = tl.load(top_p_ptr + row)
+    asked = (p < 1.0) if BY_MASS else ((k > 0) & (k < V))
+    active = asked & (temperature != 0) & (best < float("inf")) & (best > float("-inf"))
+    return active, best, 1.0 / tl.where(temperature == 0, 1.0, temperature), k, p
 
-    Passes over the row narrow the range by 8 pivots until it holds few values; those are gathered, and the rest happens among them.
-    """
-    i = tl.arange(0, CHUNK)
+
+@triton.jit
+def _narrow_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, state_ptr, sums_ptr, arrived_ptr, count_ptr, V,
+    BY_MASS: tl.constexpr, FIRST: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, CANDIDATES: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One pass of all multiprocessors over the rows that still have too many candidates: the range shrinks to one of nine parts."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    active, best, inverse, k, p = _wanted(row, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, V, BY_MASS)
+    if active == 0:
+        return
     e = tl.arange(0, 8)
+    state = state_ptr + row * 8
+    low = tl.full([], -2147483648, tl.int64)
     high = ordered(best).to(tl.int64) + 1
+    count_low = tl.full([], 0, tl.int64) + V
     count_high = tl.full([], 0, tl.int64)
     above = tl.full([], 0, tl.int64)
-    # The first pivots are equal steps of probability, later ones equal steps of keys.
-    depth = tl.where(e == 0, 24.0, tl.where(e == 1, 16.0, tl.where(e == 2, 11.0, tl.where(e == 3, 8.0, tl.where(e == 4, 5.5, tl.where(e == 5, 3.5, tl.where(e == 6, 2.0, 0.7)))))))  # fmt: skip
-    pivots = tl.maximum(ordered(best - depth / inverse).to(tl.int64), low)
-    while (count_low - count_high > CANDIDATES) & (high - low > 1):
+    target = k.to(tl.int64)
+    if FIRST:
+        if BY_MASS:
+            low = tl.load(state + 6)
+            count_low = tl.load(state + 2)
+        # Equal steps of probability; for masses the first pivot shows what lies above top-k's cut.
+        depth = tl.where(e == 0, 24.0, tl.where(e == 1, 16.0, tl.where(e == 2, 11.0, tl.where(e == 3, 8.0, tl.where(e == 4, 5.5, tl.where(e == 5, 3.5, tl.where(e == 6, 2.0, 0.7)))))))  # fmt: skip
+        pivots = tl.maximum(ordered(best - depth / inverse).to(tl.int64), low)
+        if BY_MASS:
+            pivots = tl.where(e == 0, low + 1, pivots)
+    else:
+        low = tl.load(state)
+        high = tl.load(state + 1)
+        count_low = tl.load(state + 2)
+        count_high = tl.load(state + 3)
+        above = tl.load(state + 4)
+        target = tl.load(state + 5)
+        if (count_low - count_high <= CANDIDATES) | (high - low <= 1):
+            return
+        pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
+    first = block * 4 * CHUNK
+    count, mass = _amounts(logits_ptr + row.to(tl.int64) * V + first, tl.minimum(V - first, 4 * CHUNK), pivots, best, inverse, BY_MASS, CHUNK)
+    sums = sums_ptr + row * 16
+    tl.atomic_add(sums + e, count, sem="relaxed")
+    if BY_MASS:
+        tl.atomic_add(sums + 8 + e, mass, sem="relaxed")
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+    if before != BLOCKS - 1:
+        return
+    tl.store(arrived_ptr + row, 0)
+    count = tl.load(sums + e, cache_modifier=".cg")
+    amount = count
+    if BY_MASS:
+        amount = tl.load(sums + 8 + e, cache_modifier=".cg")
+    tl.debug_barrier()
+    tl.store(sums + e, tl.zeros([8], tl.int64))
+    tl.store(sums + 8 + e, tl.zeros([8], tl.int64))
+    if FIRST and BY_MASS:
+        # What top-k keeps: all above its cut and some of those that equal it. Without top-k the cut is below every value.
+        whole = tl.max(tl.where(e == 0, amount, 0), 0) + tl.where(
+            low > -2147483648, tl.load(state + 7) * _rough_mass(_value(low), best, inverse), 0
+        )
+        target = tl.maximum((p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64), 1)
+    low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
+    tl.store(state, low)
+    tl.store(state + 1, high)
+    tl.store(state + 2, count_low)
+    tl.store(state + 3, count_high)
+    tl.store(state + 4, above)
+    tl.store(state + 5, target)
+
+
+@triton.jit
+def _resolve_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, state_ptr, cut_ptr, ties_ptr, candidates_ptr, filled_ptr, count_ptr, V,
+    BY_MASS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The rest of the search, one program a row: the values left in the range are gathered, and the cut is found among them."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    active, best, inverse, k, p = _wanted(row, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, V, BY_MASS)
+    state = state_ptr + row * 8
+    if not BY_MASS:  # no cut, until one is found
+        tl.store(cut_ptr + row, -2147483648)
+        tl.store(ties_ptr + row, 0x7FFFFFFF)
+        tl.store(state + 6, tl.full([], -2147483648, tl.int64))
+        tl.store(state + 7, tl.full([], 0x7FFFFFFF, tl.int64))
+    if active == 0:
+        if not BY_MASS:
+            tl.store(state + 2, tl.full([], 0, tl.int64) + V)
+        return
+    logits = logits_ptr + row.to(tl.int64) * V
+    candidates = candidates_ptr + row.to(tl.int64) * CANDIDATES
+    filled = filled_ptr + row
+    low = tl.load(state)
+    high = tl.load(state + 1)
+    count_low = tl.load(state + 2)
+    count_high = tl.load(state + 3)
+    above = tl.load(state + 4)
+    target = tl.load(state + 5)
+    e = tl.arange(0, 8)
+    i = tl.arange(0, CHUNK)
+    while (count_low - count_high > CANDIDATES) & (high - low > 1):  # rare: many nearly equal values
+        pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
         count, mass = _amounts(logits, V, pivots, best, inverse, BY_MASS, CHUNK)
         amount = mass if BY_MASS else count
         low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
-        pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
     if high - low > 1:
-        tl.store(filled_ptr, 0)
+        tl.store(filled, 0)
         tl.debug_barrier()
         for start in range(0, V, 4 * CHUNK):
             for u in tl.static_range(4):
@@ -207,71 +314,30 @@ def _largest_cut(
                 x = tl.load(logits + at, mask=at < V, other=float("-inf"))
                 key = ordered(x).to(tl.int64)
                 take = (key >= low) & (key < high) & (at < V)
-                if tl.max(take.to(tl.int32), 0) > 0:
-                    place = tl.atomic_add(filled_ptr + tl.zeros([CHUNK], tl.int32), 1, mask=take, sem="relaxed")
-                    tl.store(candidates + place, x, mask=take & (place < CANDIDATES))
+                place = tl.atomic_add(filled + tl.zeros([CHUNK], tl.int32), 1, mask=take, sem="relaxed")
+                tl.store(candidates + place, x, mask=take)
         tl.debug_barrier()
-        n = tl.minimum(count_low - count_high, CANDIDATES).to(tl.int32)
+        n = (count_low - count_high).to(tl.int32)
         count_base = count_high
         base = above
-        pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
         while high - low > 1:
-            count, mass = _amounts(candidates, n, pivots, best, inverse, BY_MASS, CHUNK)
-            count += count_base
-            amount = (mass if BY_MASS else count - count_base) + base
-            low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
             pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
-    return low, above, count_low
-
-
-@triton.jit
-def _threshold_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, cut_ptr, ties_ptr, candidates_ptr, filled_ptr, count_ptr, V,
-    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    row = tl.program_id(0)
-    if COUNTED:
-        if row >= tl.load(count_ptr):
-            return
-    temperature = tl.load(temperature_ptr + row)
-    k = tl.load(top_k_ptr + row)
-    p = tl.load(top_p_ptr + row)
-    best = tl.load(row_max_ptr + row)
-    by_k = (k > 0) & (k < V)
-    by_p = p < 1.0
-    tl.store(cut_ptr + row, -2147483648)
-    tl.store(ties_ptr + row, 0x7FFFFFFF)
-    if (temperature == 0) | ((by_k | by_p) == 0) | (best == float("inf")) | (best == float("-inf")):
-        return
-    inverse = 1.0 / temperature
-    logits = logits_ptr + row.to(tl.int64) * V
-    candidates = candidates_ptr + row.to(tl.int64) * CANDIDATES
-    filled = filled_ptr + row
-    cut = tl.full([], -2147483648, tl.int64)
-    ties = tl.full([], 0x7FFFFFFF, tl.int64)
-    held = tl.full([], 0, tl.int64) + V
-    if by_k:
-        cut, above, held = _largest_cut(
-            logits, candidates, filled, V, cut, held, k.to(tl.int64), best, inverse, False, CHUNK, CANDIDATES
-        )
-        ties = k.to(tl.int64) - above
-    if by_p:
-        # The mass that top-k keeps, then the largest cut that still holds p of it.
-        one = tl.full([8], 0, tl.int64) + cut + 1
-        _, strict = _amounts(logits, V, one, best, inverse, True, CHUNK)
-        whole = tl.max(strict, 0)
-        if by_k:
-            whole += ties * _rough_mass(_value(cut), best, inverse)
-        wanted = tl.maximum((p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64), 1)
-        cut_p, above_p, _ = _largest_cut(logits, candidates, filled, V, cut, held, wanted, best, inverse, True, CHUNK, CANDIDATES)
-        each = tl.maximum(_rough_mass(_value(cut_p), best, inverse), 1)
-        needed = tl.maximum((wanted - above_p + each - 1) // each, 1)
+            count, mass = _amounts(candidates, n, pivots, best, inverse, BY_MASS, CHUNK)
+            amount = (mass if BY_MASS else count) + base
+            low, high, count_low, count_high, above = _narrow(
+                pivots, count + count_base, amount, target, low, high, count_low, count_high, above
+            )
+    ties = target - above
+    if BY_MASS:
+        each = tl.maximum(_rough_mass(_value(low), best, inverse), 1)
+        ties = tl.maximum((target - above + each - 1) // each, 1)
         # The same cut as top-k's: the fewer of its equals count.
-        ties = tl.where(cut_p == cut, tl.minimum(needed, ties), needed)
-        cut = cut_p
-    tl.store(cut_ptr + row, cut.to(tl.int32))
+        ties = tl.where(low == tl.load(state + 6), tl.minimum(ties, tl.load(state + 7)), ties)
+    else:
+        tl.store(state + 2, count_low)
+        tl.store(state + 6, low)
+        tl.store(state + 7, ties)
+    tl.store(cut_ptr + row, low.to(tl.int32))
     tl.store(ties_ptr + row, tl.minimum(ties, 0x7FFFFFFF).to(tl.int32))
 
 
@@ -363,7 +429,7 @@ def _draw_kernel(
 
 @dataclass(frozen=True)
 class SampleWorkspace:
-    """Buffers of the sampler for at most L rows; `arrived` and `counts` are zero between calls. counts only if penalties are used."""
+    """Buffers of the sampler for at most L rows; `arrived`, `sums` and `counts` are zero between calls. counts only if penalties are used."""
 
     best: Tensor
     best_id: Tensor
@@ -374,6 +440,8 @@ class SampleWorkspace:
     arrived: Tensor
     candidates: Tensor
     filled: Tensor
+    state: Tensor
+    sums: Tensor
     counts: Tensor | None
 
     @staticmethod
@@ -394,6 +462,8 @@ class SampleWorkspace:
             arrived=make(rows, dtype=torch.int32),
             candidates=make(rows, CANDIDATES, dtype=torch.float32),
             filled=make(rows, dtype=torch.int32),
+            state=make(rows, 8, dtype=torch.int64),
+            sums=make(rows, 16, dtype=torch.int64),
             counts=make(rows, vocabulary, dtype=torch.int32) if penalties else None,
         )
 
@@ -439,7 +509,7 @@ def sample(
 ) -> None:
     """out[i] (int32) = the token drawn for logits row i; -1 when the row has no finite logit or holds a NaN. Changes logits [L, V] float32.
 
-    columns None: every row is greedy (one launch; ties go to the lowest id). filtered=False: no row has top-k or top-p (a launch less).
+    columns None: every row is greedy (one launch; ties go to the lowest id). filtered=False: no row has top-k or top-p (eight launches less).
     What is None in columns is used by no row. count: int32 [1] on the device, live rows. Meaning and order: kernels/reference.py:sample.
     """
     rows, vocabulary = logits.shape
@@ -471,10 +541,18 @@ def sample(
     if c is None:
         return
     if filtered:
-        _threshold_kernel[(rows,)](
-            logits, c.temperature, c.top_k, c.top_p, w.row_max, w.cut, w.ties, w.candidates, w.filled, live, vocabulary,
-            CHUNK=1024, CANDIDATES=CANDIDATES, **counted, **launch_options(pdl=pdl, warps=16),
-        )  # fmt: skip
+        chunk, fewest = 1024, {"CANDIDATES": CANDIDATES, **counted}
+        passes = triton.cdiv(vocabulary, 4 * chunk)
+        for by_mass in (False, True):
+            for first in (True, False, False):
+                _narrow_kernel[(passes, rows)](
+                    logits, c.temperature, c.top_k, c.top_p, w.row_max, w.state, w.sums, w.arrived, live, vocabulary,
+                    BY_MASS=by_mass, FIRST=first, CHUNK=chunk, BLOCKS=passes, **fewest, **launch_options(pdl=pdl, warps=16),
+                )  # fmt: skip
+            _resolve_kernel[(rows,)](
+                logits, c.temperature, c.top_k, c.top_p, w.row_max, w.state, w.cut, w.ties, w.candidates, w.filled, live, vocabulary,
+                BY_MASS=by_mass, CHUNK=chunk, **fewest, **launch_options(pdl=pdl, warps=16),
+            )  # fmt: skip
     _draw_kernel[(blocks, rows)](
         logits, c.temperature, c.min_p, c.seed, c.position, w.row_max, w.cut, w.ties, w.mass, w.best_id, w.arrived, out, live, vocabulary,
         BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_P2=pow2(blocks), CUT=filtered, **counted, **launch_options(pdl=pdl, warps=4),

@@ -23,7 +23,6 @@ from tradewind.kernels.triton.launch import (
     FP8,
     launch_options,
     let_next_start,
-    prefetch_lines,
     wait_for_previous,
 )
 from tradewind.kernels.triton.tuning import GemvConfig, TileConfig
@@ -107,7 +106,7 @@ def _gemv_kernel(
 @triton.jit
 def _tile_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr, LINES: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr,
     X_SCALED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
     LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -128,10 +127,6 @@ def _tile_kernel(
     if GATED:
         line += j // OUT * N
     row = w_ptr + line[:, None] * K
-    if LINES > 0:
-        far = tl.arange(0, LINES) * (128 // (w_ptr.dtype.element_ty.primitive_bitwidth // 8))
-        # Lines beyond the piece ask for its first line again.
-        prefetch_lines(row + (begin + tl.where(begin + far < end, far, 0))[None, :], PDL)
     wait_for_previous(PDL)
     if LATE:
         let_next_start(PDL)
@@ -234,7 +229,7 @@ def skinny_linear(
     _tile_kernel[(triton.cdiv(features, outputs), config.split)](
         x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x, *extra, out, workspace if workspace is not None else x,
         arrived if arrived is not None else x, rows, features,
-        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=dot, LINES=config.lines, X_SCALED=x_scale is not None,
+        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=dot, X_SCALED=x_scale is not None,
         **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 

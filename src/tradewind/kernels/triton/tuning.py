@@ -1,12 +1,13 @@
 """Tuned launch constants, a table per GPU name. Nothing tunes at start.
 
-Knows: which constants benchmarks/kernels.py found best on which GPU. Refuses to know: the kernels themselves.
-A GPU that is not in the table gets the entry of `DEFAULT`; every entry is valid on every GPU of compute capability 8.0 or more.
+Knows: which constants benchmarks/kernels.py found best on which GPU, and rules for shapes that were not measured. Refuses to know: kernels.
+A GPU that is not in the table is served by the entry of the H200: its constants are valid (though not best) on any GPU of compute capability
+8.0 or more with 160 KB of shared memory a program.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,7 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Few input rows: `bn` weight rows x `bm` input rows a program, K in steps of `bk` and `split` pieces; `lines` 128-byte lines of every weight row
-    are asked into L2 before the wait for the previous kernel."""
+    """Few input rows: `bn` weight rows x `bm` input rows a program, K in steps of `bk` and `split` pieces."""
 
     bm: int
     bn: int
@@ -29,7 +29,6 @@ class TileConfig:
     split: int
     warps: int
     stages: int
-    lines: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,3 +51,92 @@ class PrefillConfig:
     warps: int
     stages: int
     tma: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """The constants of one GPU."""
+
+    multiprocessors: int
+    gemv_shapes: dict[tuple[int, int, bool], GemvConfig] = field(default_factory=dict)
+    """By (outputs N, depth K, FP8 weights): shapes that were measured."""
+    fuse_rope_rows: int = 16
+    """Up to so many one-token rows the attention kernel does rotation and KV write itself; above, a launch of their own is faster."""
+    tile_rows: int = 64
+    """Up to so many rows the tiles beat cuBLAS with its separate epilogues."""
+
+    def gemv(self, outputs: int, depth: int, *, fp8: bool) -> GemvConfig:
+        """Constants of a one-row matmul."""
+        found = self.gemv_shapes.get((outputs, depth, fp8))
+        if found is not None:
+            return found
+        if fp8:
+            return GemvConfig(8, 512, 4) if depth >= 8192 else GemvConfig(4, 512, 2)
+        if depth <= 1024:
+            return GemvConfig(4, 1024, 4)
+        return GemvConfig(4, 2048, 8) if outputs * depth >= 1 << 25 else GemvConfig(2, 2048, 4)
+
+    def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
+        """Constants of a matmul of 2..`tile_rows` rows; None where another way is better. weight_rows counts gate and up."""
+        if rows > self.tile_rows or depth % 128 != 0:
+            return None
+        bm = next(size for size in (16, 32, 64) if rows <= size)
+        many = weight_rows // 64 >= 0.6 * self.multiprocessors
+        if fp8 and weight_rows // 128 >= self.multiprocessors and bm < 64:
+            return TileConfig(bm, 128, 128, 1, 4, 3)
+        if fp8 and not many and bm == 16 and depth % 1024 == 0:
+            return TileConfig(bm, 64, 256, 4, 4, 3)
+        split = 1 if many else next(pieces for pieces in (4, 2, 1) if depth // 128 % pieces == 0)
+        return TileConfig(bm, 64, 128, split, 4, 4 if bm < 64 else 3)
+
+    def decode(self, rows: int, longest: int) -> DecodeConfig:
+        """Constants of attention for a bucket of one-token rows with at most `longest` keys each."""
+        if rows <= 2:
+            return DecodeConfig(8, 32, 2, 2) if longest <= 512 else DecodeConfig(32, 32, 2, 2) if longest <= 2048 else DecodeConfig(32, 64, 4, 2)
+        if rows <= 16:
+            return DecodeConfig(8, 32, 2, 3)
+        return DecodeConfig(1, 128, 8, 3) if rows <= 48 and longest <= 4096 else DecodeConfig(1 if longest <= 8192 else 4, 128, 4, 2)
+
+    def prefill(self, head_dim: int, page_tokens: int) -> PrefillConfig:
+        """Constants of attention for rows of several tokens."""
+        if head_dim > 128:
+            return PrefillConfig(64, 64, 4, 2)
+        if page_tokens % 64 == 0 and head_dim in (64, 128):
+            return PrefillConfig(128, 64, 4, 3, True)
+        return PrefillConfig(128, 64, 4, 3)
+
+
+TUNINGS: dict[str, Tuning] = {
+    "NVIDIA H200": Tuning(
+        multiprocessors=132,
+        gemv_shapes={
+            # Qwen3-0.6B: qkv, o, gate_up, down
+            (4096, 1024, False): GemvConfig(4, 1024, 4),
+            (1024, 2048, False): GemvConfig(1, 2048, 2),
+            (3072, 1024, False): GemvConfig(2, 1024, 2),
+            (1024, 3072, False): GemvConfig(2, 2048, 4),
+            # Llama-3.2-1B
+            (3072, 2048, False): GemvConfig(4, 1024, 4),
+            (2048, 2048, False): GemvConfig(1, 2048, 2),
+            (8192, 2048, False): GemvConfig(2, 2048, 4),
+            (2048, 8192, False): GemvConfig(1, 2048, 2),
+            # Llama-3.1-8B
+            (6144, 4096, False): GemvConfig(4, 2048, 8),
+            (4096, 4096, False): GemvConfig(2, 2048, 4),
+            (14336, 4096, False): GemvConfig(2, 4096, 8),
+            (4096, 14336, False): GemvConfig(4, 2048, 8),
+            (6144, 4096, True): GemvConfig(4, 512, 2),
+            (4096, 4096, True): GemvConfig(4, 512, 2),
+            (14336, 4096, True): GemvConfig(2, 2048, 4),
+            (4096, 14336, True): GemvConfig(8, 512, 4),
+        },
+    ),
+}
+"""By `torch.cuda.get_device_name()`."""
+
+DEFAULT = "NVIDIA H200"
+
+
+def tuned(gpu: str) -> Tuning:
+    """The constants of a GPU by name."""
+    return TUNINGS.get(gpu, TUNINGS[DEFAULT])

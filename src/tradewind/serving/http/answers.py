@@ -50,6 +50,30 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens_details: CompletionDetails
 
 
+class EmbeddingsUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector: a list, or float32 values (little endian) in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingRecord]
+    model: str
+    usage: EmbeddingsUsage
+
+
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds, for `"timing": true`."""
 

@@ -16,7 +16,7 @@ from tradewind.contract.request import Request, SamplingParams
 from tradewind.serving.http.edge import Caller
 from tradewind.serving.http.errors import ApiError, api_error
 from tradewind.serving.http.front import Front
-from tradewind.serving.http.types import ChatMessage, ResponseFormat, Sampling
+from tradewind.serving.http.types import ChatMessage, Sampling
 from tradewind.serving.text_stream import check_stops
 
 RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -289,15 +289,6 @@ def render_chat(
             )  # fmt: skip
         rendered = rendered[: place + len(final)]
     return rendered
-
-
-def check_format(shape: ResponseFormat | None, *, field: str = "response_format") -> None:
-    """Raises ApiError for every form of answer but text."""
-    if shape is not None and shape.type != "text":
-        raise ApiError(
-            400, f"{field} {shape.type!r} is not supported yet: it needs guided decoding, which comes later; use 'text'",
-            param=field, code="unsupported_parameter",
-        )  # fmt: skip
 
 
 def characters_of(messages: Sequence[ChatMessage]) -> int:

@@ -24,7 +24,6 @@ from tradewind.serving.http.asking import (
     characters_of,
     chat_ids,
     check_effort,
-    check_format,
     check_model,
     make_requests,
     render_chat,
@@ -37,7 +36,7 @@ from tradewind.serving.http.flight import Flight, Parts
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.logprobs import chat_logprobs
 from tradewind.serving.http.pipeline import Said, Voice, Whole
-from tradewind.serving.http.speaking import speech_of
+from tradewind.serving.http.speaking import SLOW, demands, form_of, speech_of
 from tradewind.serving.http.sse import DONE, EventStream, json_bytes
 from tradewind.serving.http.types import ChatRequest
 from tradewind.serving.parsers.pieces import Content, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
@@ -51,9 +50,14 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     async def answer(self, body: ChatRequest, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
         front, caller = self.front, caller_of(scope)
         model = check_model(front, body.model)
-        check_format(body.response_format)
         plain = msgspec.to_builtins
-        speech = speech_of(front, plain(body.tools), plain(body.tool_choice), parallel=body.parallel_tool_calls)
+        tools, choice, parallel = plain(body.tools), plain(body.tool_choice), body.parallel_tool_calls
+        form = (
+            None
+            if body.response_format is None
+            else {k: v for k, v in plain(body.response_format).items() if v is not None}
+        )
+        slow = demands(body, form, tools or (), choice, parallel)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options", code="invalid_value")
         if body.top_logprobs and not body.logprobs:
@@ -66,6 +70,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         answer_id = "chatcmpl-" + secrets.token_hex(12)
 
         def prepare() -> tuple[list[Voice], bool]:
+            speech = speech_of(front, tools, choice, parallel=parallel, form=form_of(front, body, form))
             rendered = render_chat(
                 front,
                 body.messages,
@@ -93,12 +98,14 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                     parser=speech.make(rendered) if speech.make is not None else None,
                     skip_special=speech.skip_special(body.skip_special_tokens),
                 )
-                for index, request in enumerate(requests)
+                for index, request in enumerate(speech.constrained(requests, rendered))
             ]
             return voices, bool(body.logprobs)
 
         with self.desk.place(body.n or 1):
-            voices, with_logprobs = await self.desk.off_loop(prepare, characters=characters_of(body.messages))
+            voices, with_logprobs = await self.desk.off_loop(
+                prepare, characters=SLOW if slow else characters_of(body.messages)
+            )
             options = body.stream_options
             chunks = ChatChunks(
                 front,
@@ -114,6 +121,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 endpoint="/v1/chat/completions", tenant=caller.tenant, stream=bool(body.stream),
             ) as flight:  # fmt: skip
                 if body.stream:
+                    stream.keep_alive(front.options.keep_alive_s)
                     async with aclosing(flight.parts()) as turns:
                         async for parts in turns:
                             await stream.write(chunks.encode(flight, parts))

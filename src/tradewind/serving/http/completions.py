@@ -13,15 +13,17 @@ from contextlib import aclosing
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from tradewind.contract.errors import UserError
 from tradewind.serving.http.answers import TextAnswer, TextChoice, TextLogprobs
-from tradewind.serving.http.asking import check_format, check_model, make_requests, sampling_of, text_ids
+from tradewind.serving.http.asking import check_model, make_requests, sampling_of, text_ids
 from tradewind.serving.http.edge import caller_of
 from tradewind.serving.http.endpoint import Endpoint, timing_of, usage_of
-from tradewind.serving.http.errors import ApiError
+from tradewind.serving.http.errors import ApiError, api_error
 from tradewind.serving.http.flight import Flight, Parts
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.logprobs import TextColumns, join_columns
 from tradewind.serving.http.pipeline import Said, Voice, Whole
+from tradewind.serving.http.speaking import SLOW, demands, form_of
 from tradewind.serving.http.sse import DONE, EventStream, json_bytes
 from tradewind.serving.http.types import CompletionRequest
 from tradewind.serving.parsers.pieces import Content
@@ -40,7 +42,6 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
     ) -> None:
         front, caller = self.front, caller_of(scope)
         model = check_model(front, body.model)
-        check_format(body.response_format)
         n = body.n or 1
         if body.best_of is not None and body.best_of != n:
             raise ApiError(
@@ -49,6 +50,11 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
             )  # fmt: skip
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options", code="invalid_value")
+        form = (
+            None
+            if body.response_format is None
+            else {k: v for k, v in msgspec.to_builtins(body.response_format).items() if v is not None}
+        )
         mute = body.max_tokens == 0
         if mute and not body.echo:
             raise ApiError(
@@ -74,6 +80,14 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
                     sampling, max_tokens=max(1, min(DEFAULT_TOKENS, room), sampling.min_tokens)
                 )
             requests = make_requests(front, caller, body, ids, sampling, id=answer_id, prompt_field="prompt")
+            shape = form_of(front, body, form)
+            if shape is not None:
+                assert front.structured is not None
+                try:
+                    grammar = front.structured.text(shape)
+                except UserError as error:
+                    raise api_error(error, param=shape.name) from None
+                requests = [msgspec.structs.replace(request, grammar=grammar) for request in requests]
             return [
                 Voice(request, front.tokenizer, index=index, prompt=index // n, skip_special=special, mute=mute)
                 for index, request in enumerate(requests)
@@ -81,7 +95,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
         with self.desk.place(len(prompts) * n):
             characters = sum(len(prompt) * (1 if isinstance(prompt, str) else 4) for prompt in prompts)
-            voices = await self.desk.off_loop(prepare, characters=characters)
+            voices = await self.desk.off_loop(prepare, characters=SLOW if demands(body, form) else characters)
             options = body.stream_options
             chunks = TextChunks(
                 front,
@@ -96,6 +110,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
                 endpoint="/v1/completions", tenant=caller.tenant, stream=bool(body.stream),
             ) as flight:  # fmt: skip
                 if body.stream:
+                    stream.keep_alive(front.options.keep_alive_s)
                     async with aclosing(flight.parts()) as turns:
                         async for parts in turns:
                             await stream.write(chunks.encode(flight, parts))

@@ -52,6 +52,8 @@ class Endpoint(Generic[B]):
         except Exception as error:
             LOG.exception("request %s failed", caller_of(scope).request_id)
             await self._refuse(api_error(error), scope, send, stream)
+        finally:
+            stream.close()
 
     async def _refuse(self, error: ApiError, scope: Scope, send: Send, stream: EventStream) -> None:
         if stream.started:

@@ -8,9 +8,10 @@ Knows: statuses, error types, how msgspec says what it found. Refuses to know: w
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -21,7 +22,7 @@ from tradewind.serving.http.types import NOT_YET
 T = TypeVar("T")
 
 MAX_UNKNOWN = 64
-"""A body with more unknown fields is refused without listing the rest."""
+"""So many unknown fields are listed."""
 MAX_SHOWN = 60
 
 TYPES: dict[int, str] = {
@@ -140,55 +141,65 @@ def _malformed(body: bytes, error: Exception) -> ApiError:
 
 
 def _convert(raw: dict[str, Any], kind: type[T], *, ignore_unknown: bool) -> tuple[T, list[str]]:
-    """Converts, taking unknown fields out one by one so that all of them can be named."""
-    unknown: list[str] = []
-    hints: list[str] = []
-    while True:
-        try:
-            value = msgspec.convert(raw, kind)
-        except msgspec.ValidationError as error:
-            text = str(error)
-            path = _path(text)
-            name = re.match(
-                r"Object contains unknown field `(.*)` - at `|Object contains unknown field `(.*)`$", text, re.S
+    """Converts after taking unknown fields out, in one pass, so that all of them can be named."""
+    for name in raw:
+        if name in NOT_YET:
+            raise ApiError(
+                400,
+                f"{name} is not supported: {NOT_YET[name]}",
+                param=name,
+                code="unsupported_parameter",
             )
-            if name is None:
-                if unknown and not ignore_unknown:
-                    break
-                raise _wrong(raw, kind, text, path) from None
-            field = name[1] if name[1] is not None else name[2]
-            place = _spelled([*path, field])
-            if not path and field in NOT_YET:
-                raise ApiError(
-                    400,
-                    f"{field} is not supported yet: {NOT_YET[field]} comes with a later version",
-                    param=field,
-                    code="unsupported_parameter",
-                ) from None
-            holder = _at(raw, path)
-            if not isinstance(holder, dict) or field not in holder:
-                raise ApiError(
-                    400, f"the body has an unknown field {place}", param=place, code="unknown_parameter"
-                ) from None
-            del holder[field]
-            unknown.append(place)
-            known = _fields_at(kind, path)
-            close = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
-            hints.append(f"{place} (did you mean {close[0]}?)" if close else place)
-            if len(unknown) >= MAX_UNKNOWN:
-                break
-        else:
-            if unknown and not ignore_unknown:
-                break
-            return value, unknown
-    listed = ", ".join(_short(hint, 100) for hint in hints)
-    many = "fields that are" if len(hints) > 1 else "a field that is"
-    raise ApiError(
-        400,
-        f"the request has {many} not known or not supported here: {listed}",
-        param=unknown[0],
-        code="unknown_parameter",
-    )
+    shape = _shape_of(cast("Any", kind))
+    unknown: list[tuple[str, str]] = []
+    _strip(raw, shape, "", unknown)
+    if unknown and not ignore_unknown:
+        hints = ", ".join(hint for _, hint in unknown[:MAX_UNKNOWN])
+        more = f" and {len(unknown) - MAX_UNKNOWN} more" if len(unknown) > MAX_UNKNOWN else ""
+        many = "fields that are" if len(unknown) > 1 else "a field that is"
+        raise ApiError(
+            400,
+            f"the request has {many} not known or not supported here: {hints}{more}",
+            param=unknown[0][0],
+            code="unknown_parameter",
+        )
+    try:
+        return msgspec.convert(raw, kind), [name for name, _ in unknown]
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise _wrong(raw, kind, text, _path(text)) from None
+
+
+@functools.cache
+def _shape_of(kind: type) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _strip(value: Any, shape: inspect.Type, place: str, unknown: list[tuple[str, str]]) -> None:
+    """Takes fields that no record knows out of `value`, and notes (where, where with a hint). As deep as the types are."""
+    if isinstance(value, dict):
+        for variant in _variants(shape):
+            if isinstance(variant, inspect.StructType):
+                fields = {field.encode_name: field.type for field in variant.fields}
+                for name in [name for name in value if name not in fields]:
+                    del value[name]
+                    where = _short(f"{place}.{name}" if place else name, 100)
+                    close = (
+                        difflib.get_close_matches(name[:100], fields, n=1, cutoff=0.75)
+                        if len(unknown) < MAX_UNKNOWN
+                        else []
+                    )
+                    unknown.append((where, f"{where} (did you mean {close[0]}?)" if close else where))
+                for name, inner in value.items():
+                    _strip(inner, fields[name], f"{place}.{name}" if place else name, unknown)
+                return
+    elif isinstance(value, list):
+        for variant in _variants(shape):
+            if isinstance(variant, inspect.ListType):
+                for index, inner in enumerate(value):
+                    if isinstance(inner, dict | list):
+                        _strip(inner, variant.item_type, f"{place}[{index}]", unknown)
+                return
 
 
 def _wrong(raw: dict[str, Any], kind: type, text: str, path: list[str | int]) -> ApiError:
@@ -199,7 +210,7 @@ def _wrong(raw: dict[str, Any], kind: type, text: str, path: list[str | int]) ->
         return ApiError(400, f"{place} is missing", param=place, code="missing_required_parameter")
     place = _spelled(path)
     value = _at(raw, path)
-    shape = _type_at(inspect.type_info(kind), path)
+    shape = _type_at(_shape_of(kind), path)
     if text.startswith("Number out of range"):
         return ApiError(400, f"{place} is a number out of every range", param=place, code="invalid_value")
     wanted = _describe(shape) if shape is not None else text.split(" - at ")[0]
@@ -301,16 +312,6 @@ def _type_at(shape: inspect.Type, path: list[str | int]) -> inspect.Type | None:
             return None
         shape = found
     return shape
-
-
-def _fields_at(kind: type, path: list[str | int]) -> list[str]:
-    shape = _type_at(inspect.type_info(kind), path)
-    return [
-        field.encode_name
-        for variant in (_variants(shape) if shape is not None else [])
-        if isinstance(variant, inspect.StructType)
-        for field in variant.fields
-    ]
 
 
 def _fits_kind(value: object, shape: inspect.Type) -> bool:

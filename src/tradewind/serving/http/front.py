@@ -19,6 +19,7 @@ from tradewind.engine.stats import EngineStats
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.intake import Intake
 from tradewind.serving.parsers.table import ParserChoice
+from tradewind.serving.structured import StructuredOutput
 from tradewind.serving.tokenizer import TextTokenizer
 
 __all__ = ["EngineClient", "EngineHandle", "EngineStats", "Front", "Options", "Receipt"]
@@ -102,6 +103,8 @@ class Options:
     request_timeout_s: float | None = None
     health_timeout_s: float = 10.0
     """So long without a step while there is work, and /health answers 503."""
+    keep_alive_s: float = 15.0
+    """A stream that has had nothing to say for so long gets a comment."""
     tokenizer_threads: int = 2
     inline_characters: int = 2048
     """Prompts up to this size are tokenised in the event loop (under a millisecond or two), longer ones in a thread."""
@@ -125,6 +128,8 @@ class Front:
     """The engine's queue looks at priorities (policy "priority"); otherwise a request that has one is refused."""
     speech: ParserChoice | None = None
     """How the model writes tool calls and reasoning (`parsers.table.parser_for`); None: all text is content, and tools are refused."""
+    structured: StructuredOutput | None = None
+    """Makes grammars of what an answer must look like; None: whatever needs one is refused."""
     more_routes: tuple[BaseRoute, ...] = ()
     """Routes beside the API (a page); `open_paths` of them need no API key."""
     open_paths: frozenset[str] = frozenset()

@@ -51,7 +51,10 @@ ENDPOINTS: tuple[Described, ...] = (
         path="/v1/responses", method="post", summary="Answer an input, without memory", takes=types.ResponsesRequest,
         gives=answers.ResponsesAnswer, streams=True, also=(429, 500, 503, 504),
     ),
-    Described(path="/v1/embeddings", method="post", summary="Embeddings: not available yet", takes=types.EmbeddingsRequest, also=(501,)),
+    Described(
+        path="/v1/embeddings", method="post", summary="Embeddings of texts", takes=types.EmbeddingsRequest,
+        gives=answers.EmbeddingsAnswer, also=(429, 500, 503, 504),
+    ),
     Described(path="/v1/models", method="get", summary="The models that are served", gives=answers.ModelList),
     Described(path="/v1/models/{model}", method="get", summary="One model", gives=answers.ModelRecord, also=(404,)),
     Described(
@@ -101,9 +104,7 @@ def _operation(one: Described, by_kind: dict[type, Any], *, keys: bool) -> dict[
         success["application/json"] = {"schema": {"type": "object"}}
     if one.streams:
         success["text/event-stream"] = {"schema": EVENT}
-    answers_: dict[str, Any] = (
-        {} if one.path == "/v1/embeddings" else {"200": {"description": "The answer", "content": success}}
-    )
+    answers_: dict[str, Any] = {"200": {"description": "The answer", "content": success}}
     refusal = {"application/json": {"schema": by_kind[answers.ErrorBody]}}
     statuses = [*((400, 404, 413, 415) if one.takes is not None else ()), *one.also]
     if keys and not one.open:

@@ -44,7 +44,7 @@ from tradewind.serving.http.flight import Flight
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.logprobs import chat_logprobs
 from tradewind.serving.http.pipeline import Said, Voice
-from tradewind.serving.http.speaking import speech_of
+from tradewind.serving.http.speaking import SLOW, demands, form_of, speech_of
 from tradewind.serving.http.sse import EventStream, json_bytes, named_event
 from tradewind.serving.http.types import (
     ChatMessage,
@@ -52,6 +52,7 @@ from tradewind.serving.http.types import (
     FunctionCall,
     InputItem,
     ResponsesRequest,
+    TextFormat,
     ToolCall,
 )
 from tradewind.serving.parsers.pieces import Content, Piece, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
@@ -67,12 +68,6 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     ) -> None:
         front, caller = self.front, caller_of(scope)
         model = check_model(front, body.model)
-        shape = body.text.format if body.text is not None else None
-        if shape is not None and shape.type != "text":
-            raise ApiError(
-                400, f"text.format {shape.type!r} is not supported yet: it needs guided decoding, which comes later; use 'text'",
-                param="text.format", code="unsupported_parameter",
-            )  # fmt: skip
         tools = [
             {
                 "type": "function",
@@ -85,7 +80,9 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             }
             for t in body.tools or ()
         ]
-        speech = speech_of(front, tools, msgspec.to_builtins(body.tool_choice), parallel=body.parallel_tool_calls)
+        choice = msgspec.to_builtins(body.tool_choice)
+        form = _form(body.text.format if body.text is not None else None)
+        slow = demands(body, form, tools, choice, body.parallel_tool_calls)
         kwargs = dict(body.chat_template_kwargs or {})
         if body.reasoning is not None and body.reasoning.effort is not None:
             check_effort(front, "reasoning.effort")
@@ -102,6 +99,8 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         answer_id = "resp_" + secrets.token_hex(12)
 
         def prepare() -> Voice:
+            shape = form_of(front, body, form, field="text.format")
+            speech = speech_of(front, tools, choice, parallel=body.parallel_tool_calls, form=shape)
             rendered = render_chat(
                 front,
                 messages,
@@ -122,6 +121,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
                 front, caller, body, [chat_ids(front, rendered, field="input")], sampling,
                 id=answer_id, prompt_field="input", limit_field="max_output_tokens",
             )  # fmt: skip
+            (request,) = speech.constrained([request], rendered)
             parser = speech.make(rendered) if speech.make is not None else None
             return Voice(
                 request,
@@ -132,13 +132,15 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             )
 
         with self.desk.place(1):
-            voice = await self.desk.off_loop(prepare, characters=characters_of(messages))
+            voice = await self.desk.off_loop(prepare, characters=SLOW if slow else characters_of(messages))
             composer = Composer(front, body, voice, id=answer_id, model=model)
             stream.spell_error = composer.failed
             async with Flight(
                 front, self.desk, [voice], receive=receive, id=answer_id, request_id=caller.request_id,
                 endpoint="/v1/responses", tenant=caller.tenant, stream=bool(body.stream),
             ) as flight:  # fmt: skip
+                if body.stream:
+                    stream.keep_alive(front.options.keep_alive_s)
                 async with aclosing(flight.parts()) as turns:
                     async for parts in turns:
                         for _, said in parts:
@@ -155,6 +157,15 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
                     await stream.end(composer.events())
                 else:
                     await self.json(scope, send, answer)
+
+
+def _form(given: TextFormat | None) -> dict[str, Any] | None:
+    """`text.format` as chat's `response_format` spells it."""
+    if given is None:
+        return None
+    if given.type != "json_schema":
+        return {"type": given.type}
+    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema, "strict": given.strict}}
 
 
 def messages_of(given: str | Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:

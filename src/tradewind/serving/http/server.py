@@ -10,6 +10,7 @@ Knows: uvicorn, signals, time limits. Refuses to know: requests and answers (app
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import time
@@ -20,9 +21,12 @@ from dataclasses import dataclass
 import uvicorn
 
 from tradewind.contract.errors import EngineDeadError, UserError
+from tradewind.engine.wire import Ready
 from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import Front
-from tradewind.serving.supervisor import Log, Supervisor, signal_name
+from tradewind.serving.supervisor import Supervisor, signal_name
+
+LOG = logging.getLogger("tradewind.server")
 
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before the first, second, ... start of a new engine in a row; after the last one the server gives up."""
@@ -47,10 +51,18 @@ class FrontServer:
     """HTTP, and what happens to it on signals, deaths and stalls. One writer: the asyncio loop's thread."""
 
     def __init__(
-        self, front: Front, engine: Supervisor, *, patience: Patience, log: Log, on_ready: Callable[[], None]
+        self,
+        front: Front,
+        engine: Supervisor,
+        *,
+        ready: Ready,
+        patience: Patience,
+        on_ready: Callable[[], None],
+        on_death: Callable[[str], None],
     ) -> None:
-        """`on_ready` is called when connections are accepted."""
-        self._engine, self._patience, self._log, self._on_ready = engine, patience, log, on_ready
+        """`on_ready` is called when connections are accepted, `on_death` for each engine that dies on its own."""
+        self._engine, self._ready, self._patience = engine, ready, patience
+        self._on_ready, self._on_death = on_ready, on_death
         self._app = make_app(front)
         self._desk = self._app.state.desk
         self._server: _Server | None = None
@@ -60,6 +72,11 @@ class FrontServer:
         self._restarting: asyncio.Task[None] | None = None
         self._failures = 0
         self._lived_since_s = time.monotonic()
+
+    @property
+    def refused(self) -> int:
+        """Requests that were answered 429."""
+        return int(self._desk.refused)
 
     def run(self, listener: socket.socket) -> int:
         """Serves on a bound socket until the end; returns the exit code. Raises OSError when it cannot listen there."""
@@ -80,7 +97,7 @@ class FrontServer:
         loop = asyncio.get_running_loop()
         self._server = _Server(config, on_ready=self._on_ready)
         self._engine.on_death = self._died
-        self._engine.attach()
+        self._engine.attach(self._ready)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._heard, number)
         watchdog = asyncio.create_task(self._watch())
@@ -102,14 +119,14 @@ class FrontServer:
         if self._signals == 1:
             self._desk.closing = True
             count = self._desk.open_requests
-            self._log(
+            LOG.info(
                 f"{name}: no new requests are taken, {count} open ones are finished within {self._patience.drain_timeout_s:g} s;"
                 " a second signal ends at once"
             )
             self._draining = asyncio.create_task(self._drain())
             return
         if self._signals == 2:
-            self._log(f"{name} again: ending at once, {self._desk.open_requests} open requests are cut")
+            LOG.warning(f"{name} again: ending at once, {self._desk.open_requests} open requests are cut")
             self._exit_code = 128 + number
             self._engine.kill()
             self._leave(at_once=True)
@@ -119,7 +136,7 @@ class FrontServer:
         while self._desk.open_requests and time.monotonic() < limit_s:
             await asyncio.sleep(0.02)
         if self._desk.open_requests:
-            self._log(f"the time to drain is over: {self._desk.open_requests} open requests are cut")
+            LOG.warning(f"the time to drain is over: {self._desk.open_requests} open requests are cut")
             self._exit_code = self._exit_code or 1
             self._engine.cancel_all()
             limit_s = time.monotonic() + CUT_S
@@ -131,8 +148,10 @@ class FrontServer:
 
     def _died(self, why: str) -> None:
         """The engine is gone; the client ends every open request right after this."""
-        self._log(f"the engine died: {why}")
-        if self._patience.restart_engine and not self._desk.closing:
+        restart = self._patience.restart_engine and not self._desk.closing
+        LOG.log(logging.WARNING if restart else logging.ERROR, f"the engine died: {why}")
+        self._on_death(why)
+        if restart:
             self._restarting = asyncio.create_task(self._start_again())
             return
         self._exit_code = 1
@@ -144,7 +163,7 @@ class FrontServer:
         while self._failures < len(self._patience.restart_delays_s):
             delay_s = self._patience.restart_delays_s[self._failures]
             self._failures += 1
-            self._log(
+            LOG.info(
                 f"a new engine is started in {delay_s:g} s ({self._failures} of {len(self._patience.restart_delays_s)})"
             )
             await asyncio.sleep(delay_s)
@@ -152,12 +171,12 @@ class FrontServer:
             try:
                 await self._engine.restart()
             except (EngineDeadError, UserError) as error:
-                self._log(f"the new engine did not start: {error}")
+                LOG.warning(f"the new engine did not start: {error}")
                 continue
             self._lived_since_s = time.monotonic()
-            self._log(f"the new engine serves, after {time.perf_counter() - began_s:.2f} s")
+            LOG.info(f"the new engine serves, after {time.perf_counter() - began_s:.2f} s")
             return
-        self._log("the engine was started again too often: the server gives up")
+        LOG.error("the engine was started again too often: the server gives up")
         self._exit_code = 1
         self._leave()
 
@@ -165,17 +184,22 @@ class FrontServer:
         """Says when steps stop coming while there is work, once for each time, and when they go on."""
         limit_s = self._patience.stall_timeout_s
         stalled_since_s: float | None = None
+        interval_s = min(1.0, limit_s / 4)
         while True:
-            await asyncio.sleep(min(1.0, limit_s / 4))
+            slept_s = time.monotonic()
+            await asyncio.sleep(interval_s)
+            now = time.monotonic()
             if self._engine.why_dead is not None:
                 stalled_since_s = None
                 continue
-            now, progress_s = time.monotonic(), self._engine.stats().last_progress_s
+            if now - slept_s > interval_s + limit_s / 2:
+                continue  # this process stood still itself: what the engine has said since is not read yet
+            progress_s = self._engine.stats().last_progress_s
             if stalled_since_s is not None and progress_s > stalled_since_s:
-                self._log(f"the engine goes on, after {now - stalled_since_s:.1f} s")
+                LOG.info(f"the engine goes on, after {now - stalled_since_s:.1f} s")
                 stalled_since_s = None
             elif stalled_since_s is None and now - progress_s > limit_s:
-                self._log(
+                LOG.warning(
                     f"the engine stands still: no step has ended for {now - progress_s:.1f} s with {self._engine.open} requests open;"
                     " the stacks of its threads follow"
                 )

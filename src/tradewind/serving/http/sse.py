@@ -5,6 +5,7 @@ Knows: the framing and the headers. Refuses to know: what the events say.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -13,6 +14,7 @@ from starlette.types import Scope, Send
 from tradewind.serving.http.edge import caller_of
 from tradewind.serving.http.errors import ApiError
 
+COMMENT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 json_bytes = msgspec.json.Encoder().encode
 
@@ -24,17 +26,45 @@ class EventStream:
         self._scope, self._send = scope, send
         self._headers = headers or {}
         self.started = False
+        self._beat: asyncio.TimerHandle | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._beat_s = self._sent_s = 0.0
         self.spell_error: Callable[[ApiError], bytes] = error_event
         """The last bytes of a stream that could not be finished."""
 
+    def keep_alive(self, seconds: float) -> None:
+        """Sends a comment whenever so long nothing was sent, so that proxies keep a stream that waits in the queue. Until `end`."""
+        self._beat_s = seconds
+        self._beat = asyncio.get_running_loop().call_later(seconds, self._on_beat)
+
+    def _on_beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        quiet_s = loop.time() - self._sent_s
+        if quiet_s >= self._beat_s * 0.99:
+            self._beating = loop.create_task(self.write(COMMENT))
+            quiet_s = 0.0
+        self._beat = loop.call_later(self._beat_s - quiet_s, self._on_beat)
+
+    def close(self) -> None:
+        """Ends the keep-alive; safe to call twice."""
+        if self._beat is not None:
+            self._beat.cancel()
+            self._beat = None
+        if self._beating is not None:
+            self._beating.cancel()
+            self._beating = None
+
     async def write(self, data: bytes) -> None:
         """Sends some whole events."""
+        if self._beat is not None:
+            self._sent_s = asyncio.get_running_loop().time()
         if not self.started:
             await self._start()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = DONE) -> None:
         """Sends the last events and ends the body."""
+        self.close()
         if not self.started:
             await self._start()
         await self._send({"type": "http.response.body", "body": data})

@@ -58,6 +58,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cache_salt: Identity | None = None
     timing: bool | None = None
     return_token_ids: bool | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    structural_tag: Any = None
 
 
 # -- chat
@@ -84,6 +89,9 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     type: Literal["text"]
     text: str
+    image_url: None = None
+    input_audio: None = None
+    file: None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -316,11 +324,6 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 NOT_YET: dict[str, str] = {
-    "guided_choice": "guided decoding",
-    "guided_grammar": "guided decoding",
-    "guided_json": "guided decoding",
-    "guided_regex": "guided decoding",
-    "structural_tag": "guided decoding",
-    "structured_outputs": "guided decoding",
+    "structured_outputs": "use guided_json, guided_regex, guided_choice, guided_grammar or structural_tag"
 }
-"""Fields that would change the answer's form and that this engine cannot honour yet: refused even where unknown fields are ignored."""
+"""Fields that would change the answer's form and are not known by this name: refused even where unknown fields are ignored."""

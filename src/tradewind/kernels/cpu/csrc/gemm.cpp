@@ -46,6 +46,33 @@ void prepare_quant(const Packed& p, const float* x, uint8_t* out) {
     }
 }
 
+void prepare_fine(const Packed& p, const float* x, const uint8_t* coarse, uint8_t* out) {
+    const int zero = 1 << (p.bits - 1);
+    for (int64_t u = 0; u < p.units(); ++u, coarse += UNIT, out += UNIT) {
+        const int live = int(std::min<int64_t>(32, p.k - u * 32));
+        float step;
+        std::memcpy(&step, coarse + 32, 4);
+        const float scale = step / 256, inverse = step > 0 ? 256 / step : 0;
+        int8_t q[32] = {};
+        int32_t sum[2] = {};
+        if (inverse != 0)
+            for (int i = 0; i < live; ++i) {
+                const float rest = x[u * 32 + i] - step * float(int8_t(coarse[i]));
+                q[i] = int8_t(std::max(-127.0f, std::min(127.0f, std::nearbyint(rest * inverse))));
+                sum[i / 16] += q[i];
+            }
+        if (p.halves == 1) sum[0] += sum[1], sum[1] = 0;
+        std::memcpy(out, q, 32);
+        std::memcpy(out + 32, &scale, 4);
+        for (int half = 0; half < 2; ++half) {
+            const int32_t start = -zero * sum[half];
+            const float product = scale * float(sum[half]);
+            if (p.symmetric) std::memcpy(out + 36 + 4 * half, &start, 4);
+            else std::memcpy(out + 36 + 4 * half, &product, 4);
+        }
+    }
+}
+
 void prepare_bf16(const Packed& p, const float* x, uint8_t* out) {
     uint16_t* to = reinterpret_cast<uint16_t*>(out);
     for (int64_t k = 0; k < p.k; ++k) to[k] = float_to_bf16(x[k]);
@@ -218,20 +245,6 @@ struct Call {
     bool gated;
 };
 
-// Prepares one row, `terms` times `stride` bytes. The remainder passes through the stack in pieces, for K may be any size.
-void prepare_row(const Path& path, const Packed& p, const float* x, uint8_t* out, int64_t terms, int64_t stride) {
-    path.prepare(p, x, out);
-    if (terms == 1) return;
-    constexpr int64_t PIECE = 2048;
-    alignas(64) float rest[PIECE];
-    Packed piece = p;
-    for (int64_t k = 0; k < p.k; k += PIECE) {
-        piece.k = std::min(PIECE, p.k - k);
-        path.remainder(piece, x + k, out + k / 32 * UNIT, rest);
-        path.prepare(piece, rest, out + stride + k / 32 * UNIT);
-    }
-}
-
 // Adds each pair of sums into the first of `rows` places.
 void fold(float* acc, int rows) {
     for (int m = 0; m < rows; ++m)
@@ -246,7 +259,9 @@ void matmul(const Call& c, Thread& t) {
     // Rows in bands whose prepared bytes stay in the second-level cache; bands, and tiles within them, of nearly equal height, so that
     // equal shares of the items are equal work.
     constexpr int64_t BAND_BYTES = int64_t(384) << 10;
-    const int64_t terms = p.layout == LAYOUT_QUANT ? c.terms : 1, tile_rows = path.max_rows / terms;
+    const int64_t terms = p.layout == LAYOUT_QUANT ? c.terms : 1;
+    const bool folded = terms == 2 && !path.tile_two;
+    const int64_t tile_rows = folded ? path.max_rows / 2 : path.max_rows;
     const int64_t term = path.prepare ? prepared_stride(p) : c.x_stride * int64_t(sizeof(float)), stride = term * terms;
     const int64_t most = (c.rows + tile_rows - 1) / tile_rows;  // a band is at least a tile
     const int64_t bands = std::min(most, 1 + c.rows * stride / BAND_BYTES), strips = (p.blocks + 1) / 2;
@@ -260,7 +275,10 @@ void matmul(const Call& c, Thread& t) {
         const bool alone = c.rows * stride <= OWN;
         uint8_t* to = alone ? own : c.scratch;
         const Thread::Range range = alone ? Thread::Range{0, c.rows} : t.share(c.rows);
-        for (int64_t m = range.begin; m < range.end; ++m) prepare_row(path, p, c.x + m * c.x_stride, to + m * stride, terms, term);
+        for (int64_t m = range.begin; m < range.end; ++m) {
+            path.prepare(p, c.x + m * c.x_stride, to + m * stride);
+            if (terms == 2) path.prepare_fine(p, c.x + m * c.x_stride, to + m * stride, to + m * stride + term);
+        }
         if (!alone) t.barrier();
         x = to;
     }
@@ -283,8 +301,12 @@ void matmul(const Call& c, Thread& t) {
         alignas(64) float acc[MAX_ROWS * STRIP];
         for (int64_t i = 0; i < tiles; ++i) {
             const int64_t first = begin + (end - begin) * i / tiles, last = begin + (end - begin) * (i + 1) / tiles;
-            path.tile(p, w, x + first * stride, term, int((last - first) * terms), acc);
-            if (terms == 2) fold(acc, int(last - first));
+            if (folded) {
+                path.tile(p, w, x + first * stride, term, int((last - first) * 2), acc);
+                fold(acc, int(last - first));
+            } else {
+                (terms == 2 ? path.tile_two : path.tile)(p, w, x + first * stride, stride, int(last - first), acc);
+            }
             w.next = nullptr;
             (c.gated ? path.finish_gated : path.finish)(acc, int(last - first), to);
             to.out += (last - first) * c.out_stride;
@@ -295,7 +317,7 @@ void matmul(const Call& c, Thread& t) {
 }  // namespace
 
 Path portable_path(const Packed& p) {
-    Path path{8, tile_f32, nullptr, finish, finish_gated, remainder_portable};
+    Path path{8, tile_f32, nullptr, finish, finish_gated, prepare_fine, nullptr};
     if (p.layout == LAYOUT_BF16) path.tile = tile_bf16, path.prepare = prepare_bf16;
     if (p.layout == LAYOUT_QUANT) path.tile = tile_quant, path.prepare = prepare_quant;
     return path;

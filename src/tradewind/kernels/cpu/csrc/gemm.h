@@ -12,8 +12,9 @@
 // dot product starts, so that unsigned quants act as signed ones); otherwise sx * sum(q) (float, times the minimum). By halves: a0 for
 // k 0..15, a1 for k 16..31 (groups of 16); else a0 for all 32.
 //
-// With two terms (compute int16) a row is prepared twice: as above, and then what that left over, x - sx * q, in the same way with a scale of
-// its own. The tile sees two rows and knows nothing; their sums are added before the epilogue. About 15 bits of each value are kept.
+// With two terms (compute int16) a row is prepared twice: as above, and then what that left over, x - sx * q, in steps of sx / 256; both are
+// units of the same shape, the second `x_stride / 2` bytes behind the first. Either a tile knows this and multiplies dot * 256 + dot' once
+// (tile_two), or it sees two rows, and their sums are added before the epilogue. About 15 bits of each value are kept.
 #pragma once
 #include "pack.h"
 
@@ -33,8 +34,8 @@ struct Strip {
 // acc[row][32] = the sums of the strip for `rows` prepared rows at x.
 using Tile = void (*)(const Packed& p, const Strip& w, const uint8_t* x, int64_t x_stride, int rows, float* acc);
 using Prepare = void (*)(const Packed& p, const float* x, uint8_t* out);
-// rest[k] = x[k] - sx * q[k] of a prepared quant row.
-using Remainder = void (*)(const Packed& p, const float* x, const uint8_t* prepared, float* rest);
+// The second term of a prepared quant row: x, the first term, where to.
+using PrepareFine = void (*)(const Packed& p, const float* x, const uint8_t* coarse, uint8_t* out);
 
 // Where results go: columns [column, column + columns) of `rows` rows from `out` on.
 struct Store {
@@ -51,17 +52,9 @@ struct Path {
     Tile tile;
     Prepare prepare;  // null: the caller's rows are used as they are
     Finish finish, finish_gated;
-    Remainder remainder;
+    PrepareFine prepare_fine;
+    Tile tile_two;  // rows of two terms; null: two rows of `tile`, added
 };
-
-inline void remainder_portable(const Packed& p, const float* x, const uint8_t* prepared, float* rest) {
-    for (int64_t u = 0; u < p.units(); ++u, prepared += UNIT) {
-        float scale;
-        std::memcpy(&scale, prepared + 32, 4);
-        const int64_t live = p.k - u * 32 < 32 ? p.k - u * 32 : 32;
-        for (int64_t i = 0; i < live; ++i) rest[u * 32 + i] = x[u * 32 + i] - scale * float(int8_t(prepared[i]));
-    }
-}
 
 Path portable_path(const Packed& p);
 #if defined(__x86_64__)

@@ -67,12 +67,13 @@ inline __attribute__((always_inline)) __m512 scales(const uint8_t* at, const uin
     return _mm512_mul_ps(steps, _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(shared + index / (8 * HALVES) * 32))));
 }
 
-template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC, int ROWS>
+// TERMS 2: the second term of a row lies x_stride / 2 behind the first, in steps 256 times finer.
+template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC, int TERMS, int ROWS>
 void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, float* acc) {
     __m512 sum[2][ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; ++m) sum[0][m] = sum[1][m] = _mm512_setzero_ps();
-    const int64_t units = p.units();
+    const int64_t units = p.units(), fine = x_stride / 2;
     const uint8_t *s0 = s.w0 + p.scale_at, *s1 = s.w1 + p.scale_at, *m0 = s.w0 + p.minimum_at, *m1 = s.w1 + p.minimum_at;
     const uint8_t *d0 = s.w0 + p.shared_scale_at(), *d1 = s.w1 + p.shared_scale_at();
     const uint8_t *e0 = s.w0 + p.shared_minimum_at(), *e1 = s.w1 + p.shared_minimum_at();
@@ -89,23 +90,36 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
             __m512i dot[2][ROWS];
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; ++m) dot[0][m] = dot[1][m] = SYMMETRIC ? broadcast(x + m * x_stride + 36 + 4 * half) : _mm512_setzero_si512();
-#pragma GCC unroll 8
-            for (int i = 0; i < 8 / HALVES; ++i) {
-                // k4 in the order 0 4 1 5 ..., so that a byte of two nibbles is loaded once.
-                const int j = HALVES == 2 ? half * 4 + i : i / 2 + i % 2 * 4;
-                const __m512i a = quants<BITS>(q0, j), b = quants<BITS>(q1, j);
+#pragma GCC unroll 2
+            for (int term = 0; term < TERMS; ++term) {
+                const uint8_t* xt = x + term * fine;
+                if (term == 1) {
 #pragma GCC unroll 16
-                for (int m = 0; m < ROWS; ++m) {
-                    const __m512i four = broadcast(x + m * x_stride + 4 * j);
-                    dot[0][m] = _mm512_dpbusd_epi32(dot[0][m], a, four);
-                    dot[1][m] = _mm512_dpbusd_epi32(dot[1][m], b, four);
+                    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
+                        for (int b = 0; b < 2; ++b) {
+                            dot[b][m] = _mm512_slli_epi32(dot[b][m], 8);
+                            if (SYMMETRIC) dot[b][m] = _mm512_add_epi32(dot[b][m], broadcast(xt + m * x_stride + 36 + 4 * half));
+                        }
+                }
+#pragma GCC unroll 8
+                for (int i = 0; i < 8 / HALVES; ++i) {
+                    // k4 in the order 0 4 1 5 ..., so that a byte of two nibbles is loaded once.
+                    const int j = HALVES == 2 ? half * 4 + i : i / 2 + i % 2 * 4;
+                    const __m512i a = quants<BITS>(q0, j), b = quants<BITS>(q1, j);
+#pragma GCC unroll 16
+                    for (int m = 0; m < ROWS; ++m) {
+                        const __m512i four = broadcast(xt + m * x_stride + 4 * j);
+                        dot[0][m] = _mm512_dpbusd_epi32(dot[0][m], a, four);
+                        dot[1][m] = _mm512_dpbusd_epi32(dot[1][m], b, four);
+                    }
                 }
             }
             const int64_t index = u * HALVES + half;
             const __m512 a = scales<KIND, HALVES>(s0, d0, index), b = scales<KIND, HALVES>(s1, d1, index);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; ++m) {
-                const __m512 sx = broadcast_ps(x + m * x_stride + 32);
+                const __m512 sx = broadcast_ps(x + (TERMS - 1) * fine + m * x_stride + 32);
                 sum[0][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[0][m]), _mm512_mul_ps(a, sx), sum[0][m]);
                 sum[1][m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[1][m]), _mm512_mul_ps(b, sx), sum[1][m]);
             }
@@ -113,7 +127,8 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
                 const __m512 c = scales<KIND, HALVES>(m0, e0, index), d = scales<KIND, HALVES>(m1, e1, index);
 #pragma GCC unroll 16
                 for (int m = 0; m < ROWS; ++m) {
-                    const __m512 total = broadcast_ps(x + m * x_stride + 36 + 4 * half);
+                    __m512 total = broadcast_ps(x + m * x_stride + 36 + 4 * half);
+                    if (TERMS == 2) total = _mm512_add_ps(total, broadcast_ps(x + fine + m * x_stride + 36 + 4 * half));
                     sum[0][m] = _mm512_fmadd_ps(c, total, sum[0][m]);
                     sum[1][m] = _mm512_fmadd_ps(d, total, sum[1][m]);
                 }
@@ -126,28 +141,35 @@ void tile_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_str
     store_tile(sum, acc);
 }
 
-template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC>
+template <int BITS, int HALVES, Scales KIND, bool SYMMETRIC, int TERMS>
 void tiles_quant(const Packed& p, const Strip& s, const uint8_t* x, int64_t x_stride, int rows, float* acc) {
     switch (rows) {
-        case 1: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 1>(p, s, x, x_stride, acc);
-        case 2: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 2>(p, s, x, x_stride, acc);
-        case 3: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 3>(p, s, x, x_stride, acc);
-        case 4: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 4>(p, s, x, x_stride, acc);
-        case 5: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 5>(p, s, x, x_stride, acc);
-        default: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, 6>(p, s, x, x_stride, acc);
+        case 1: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, TERMS, 1>(p, s, x, x_stride, acc);
+        case 2: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, TERMS, 2>(p, s, x, x_stride, acc);
+        case 3: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, TERMS, 3>(p, s, x, x_stride, acc);
+        case 4: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, TERMS, 4>(p, s, x, x_stride, acc);
+        case 5: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, TERMS, 5>(p, s, x, x_stride, acc);
+        default: return tile_quant<BITS, HALVES, KIND, SYMMETRIC, TERMS, 6>(p, s, x, x_stride, acc);
     }
 }
 
 // The combinations that packing makes: steps are of Q4_K, Q5_K and Q6_K.
-template <int BITS>
+template <int BITS, int TERMS>
 Tile choose_quant(const Packed& p) {
     if constexpr (BITS == 4 || BITS == 5)
-        if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 1, SCALES_STEPS, false>;
+        if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 1, SCALES_STEPS, false, TERMS>;
     if constexpr (BITS == 6)
-        if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 2, SCALES_STEPS, true>;
-    if (p.halves == 2) return p.symmetric ? tiles_quant<BITS, 2, SCALES_F32, true> : tiles_quant<BITS, 2, SCALES_F32, false>;
-    if (p.scales == SCALES_F32) return p.symmetric ? tiles_quant<BITS, 1, SCALES_F32, true> : tiles_quant<BITS, 1, SCALES_F32, false>;
-    return p.symmetric ? tiles_quant<BITS, 1, SCALES_F16, true> : tiles_quant<BITS, 1, SCALES_F16, false>;
+        if (p.scales == SCALES_STEPS) return tiles_quant<BITS, 2, SCALES_STEPS, true, TERMS>;
+    if (p.halves == 2) return p.symmetric ? tiles_quant<BITS, 2, SCALES_F32, true, TERMS> : tiles_quant<BITS, 2, SCALES_F32, false, TERMS>;
+    if (p.scales == SCALES_F32) return p.symmetric ? tiles_quant<BITS, 1, SCALES_F32, true, TERMS> : tiles_quant<BITS, 1, SCALES_F32, false, TERMS>;
+    return p.symmetric ? tiles_quant<BITS, 1, SCALES_F16, true, TERMS> : tiles_quant<BITS, 1, SCALES_F16, false, TERMS>;
+}
+
+template <int TERMS>
+Tile choose_bits(const Packed& p) {
+    if (p.bits == 4) return choose_quant<4, TERMS>(p);
+    if (p.bits == 5) return choose_quant<5, TERMS>(p);
+    return p.bits == 6 ? choose_quant<6, TERMS>(p) : choose_quant<8, TERMS>(p);
 }
 
 // ------------------------------------------------------------------------------------------------ float layouts
@@ -213,6 +235,24 @@ TW_ROWS(tile_bf16_wide)
 
 // ------------------------------------------------------------------------------------------------ activations
 
+// What stands behind the 32 quants of a prepared unit.
+inline void store_unit_facts(const Packed& p, int zero, __m512i qlo, __m512i qhi, float scale, uint8_t* out) {
+    std::memcpy(out + 32, &scale, 4);
+    int32_t total[2] = {0, 0};
+    if (p.halves == 1) {
+        total[0] = _mm512_reduce_add_epi32(_mm512_add_epi32(qlo, qhi));
+    } else {
+        total[0] = _mm512_reduce_add_epi32(qlo);
+        total[1] = _mm512_reduce_add_epi32(qhi);
+    }
+    for (int half = 0; half < 2; ++half) {
+        const int32_t start = -zero * total[half];
+        const float product = scale * float(total[half]);
+        if (p.symmetric) std::memcpy(out + 36 + 4 * half, &start, 4);
+        else std::memcpy(out + 36 + 4 * half, &product, 4);
+    }
+}
+
 void prepare_quant(const Packed& p, const float* x, uint8_t* out) {
     const int zero = 1 << (p.bits - 1);
     for (int64_t k = 0; k < p.k; k += 32, out += UNIT) {
@@ -242,31 +282,31 @@ void prepare_quant(const Packed& p, const float* x, uint8_t* out) {
         const __m512i qhi = _mm512_cvtps_epi32(_mm512_mul_ps(hi, _mm512_set1_ps(inverse)));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtepi32_epi8(qlo));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16), _mm512_cvtepi32_epi8(qhi));
-        std::memcpy(out + 32, &scale, 4);
-        int32_t total[2] = {0, 0};
-        if (p.halves == 1) {
-            total[0] = _mm512_reduce_add_epi32(_mm512_add_epi32(qlo, qhi));
-        } else {
-            total[0] = _mm512_reduce_add_epi32(qlo);
-            total[1] = _mm512_reduce_add_epi32(qhi);
-        }
-        for (int half = 0; half < 2; ++half) {
-            const int32_t start = -zero * total[half];
-            const float product = scale * float(total[half]);
-            if (p.symmetric) std::memcpy(out + 36 + 4 * half, &start, 4);
-            else std::memcpy(out + 36 + 4 * half, &product, 4);
-        }
+        store_unit_facts(p, zero, qlo, qhi, scale, out);
     }
 }
 
-void remainder_quant(const Packed& p, const float* x, const uint8_t* prepared, float* rest) {
-    for (int64_t k = 0; k < p.k; k += 16) {
-        const uint8_t* unit = prepared + k / 32 * UNIT;
-        const __mmask16 live = p.k - k >= 16 ? 0xffff : __mmask16((1 << (p.k - k)) - 1);
-        const __m512i q = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(unit + k % 32)));
-        // Product and difference apart, rounded as on the other paths.
-        const __m512 taken = _mm512_mul_ps(broadcast_ps(unit + 32), _mm512_cvtepi32_ps(q));
-        _mm512_mask_storeu_ps(rest + k, live, _mm512_sub_ps(_mm512_maskz_loadu_ps(live, x + k), taken));
+void prepare_fine(const Packed& p, const float* x, const uint8_t* coarse, uint8_t* out) {
+    const int zero = 1 << (p.bits - 1);
+    const __m512i most = _mm512_set1_epi32(127), least = _mm512_set1_epi32(-127);
+    for (int64_t k = 0; k < p.k; k += 32, coarse += UNIT, out += UNIT) {
+        const int64_t live = p.k - k;
+        float step;
+        std::memcpy(&step, coarse + 32, 4);
+        const float scale = step / 256, inverse = step > 0 ? 256 / step : 0;
+        __m512i q[2];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            const int64_t here = live - 16 * i;
+            const __mmask16 mask = here >= 16 ? 0xffff : here > 0 ? __mmask16((1 << here) - 1) : 0;
+            const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(coarse + 16 * i))));
+            const __m512 rest = _mm512_fnmadd_ps(_mm512_set1_ps(step), first, _mm512_maskz_loadu_ps(mask, x + k + 16 * i));
+            q[i] = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(inverse)));
+            // A spoiled unit (its step is NaN) has no quants; its scale tells.
+            q[i] = inverse > 0 ? _mm512_max_epi32(least, _mm512_min_epi32(most, q[i])) : _mm512_setzero_si512();
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i), _mm512_cvtepi32_epi8(q[i]));
+        }
+        store_unit_facts(p, zero, q[0], q[1], scale, out);
     }
 }
 
@@ -373,14 +413,16 @@ TW_TARGET_END
 namespace tw {
 
 Path avx512_path(const Packed& p, bool bf16) {
-    Path path{12, tile_f32_rows, nullptr, finish, finish_gated, remainder_quant};
+    Path path{12, tile_f32_rows, nullptr, finish, finish_gated, nullptr, nullptr};
     if (p.layout == LAYOUT_BF16) {
         path.tile = bf16 ? tile_bf16_rows : tile_bf16_wide_rows;
         path.prepare = prepare_bf16;
     } else if (p.layout == LAYOUT_QUANT) {
         path.max_rows = 6;  // 12 dots and 12 sums fit in the registers; 8 or 10 rows with the sums in memory were 3 to 10 % slower
         path.prepare = prepare_quant;
-        path.tile = p.bits == 4 ? choose_quant<4>(p) : p.bits == 5 ? choose_quant<5>(p) : p.bits == 6 ? choose_quant<6>(p) : choose_quant<8>(p);
+        path.prepare_fine = prepare_fine;
+        path.tile = choose_bits<1>(p);
+        path.tile_two = choose_bits<2>(p);
     }
     return path;
 }

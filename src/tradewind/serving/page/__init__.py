@@ -1,0 +1,109 @@
+"""The page at /: a playground and the live board, one document without a build step.
+
+Knows: how the sources beside this file become one document whose policy allows its own script and style and nothing else, and the two
+JSON answers it reads. Refuses to know: where the numbers come from (two callables).
+
+      index.html + page.css + chart.js, board.js, chat.js  ->  one answer, inline;  Content-Security-Policy names them by hash
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Self
+
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from tradewind.serving.http.edge import caller_of, respond
+
+STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
+SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
+OPEN_PATHS = frozenset({"/"})
+"""For `Front.open_paths`: the document holds nothing that a key protects."""
+SAME_FOR_ALL = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomePage:
+    """The document and what is sent with it."""
+
+    body: bytes
+    policy: str
+    etag: str
+
+    @classmethod
+    def read(cls) -> Self:
+        """Puts the document together from the files of this package."""
+        here = resources.files(__name__)
+        hashes: dict[str, list[str]] = {"style": [], "script": []}
+
+        def inlined(kind: str, name: str) -> str:
+            text = (here / name).read_text(encoding="utf-8")
+            assert f"</{kind}" not in text, f"{name} would end its own element"
+            digest = hashlib.sha256(text.encode()).digest()
+            hashes[kind].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+            return f"<{kind}>{text}</{kind}>"
+
+        document = (here / "index.html").read_text(encoding="utf-8")
+        document = STYLE.sub(lambda found: inlined("style", found[1]), document)
+        document = SCRIPT.sub(lambda found: inlined("script", found[1]), document)
+        body = document.encode()
+        policy = "; ".join(
+            (
+                "default-src 'none'",
+                f"script-src {' '.join(hashes['script'])}",
+                f"style-src {' '.join(hashes['style'])}",
+                "connect-src 'self'",
+                "img-src data:",
+                "base-uri 'none'",
+                "form-action 'none'",
+                "frame-ancestors 'none'",
+            )
+        )
+        return cls(body=body, policy=policy, etag=f'"{hashlib.sha256(body).hexdigest()[:24]}"')
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers GET /."""
+        headers = {
+            **SAME_FOR_ALL,
+            "Content-Security-Policy": self.policy,
+            "ETag": self.etag,
+            "Cache-Control": "no-cache",
+        }
+        known = next((value for name, value in scope["headers"] if name == b"if-none-match"), b"")
+        if self.etag.encode() in known:
+            spelled = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": 304, "headers": [*caller_of(scope).headers, *spelled]})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await respond(scope, send, 200, self.body, content_type=b"text/html; charset=utf-8", headers=headers)
+
+
+class JsonPage:
+    """A document that a callable gives."""
+
+    def __init__(self, give: Callable[[], bytes]) -> None:
+        self._give = give
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers GET."""
+        headers = {**SAME_FOR_ALL, "Cache-Control": "no-store"}
+        await respond(scope, send, 200, self._give(), headers=headers)
+
+
+def page_routes(*, board: Callable[[], bytes], plan: Callable[[], bytes]) -> tuple[BaseRoute, ...]:
+    """The routes /, /board and /plan for `Front.more_routes`; the latter two answer with the JSON that the callables give."""
+    return (
+        Route("/", HomePage.read(), methods=["GET"]),
+        Route("/board", JsonPage(board), methods=["GET"]),
+        Route("/plan", JsonPage(plan), methods=["GET"]),
+    )

@@ -1,0 +1,439 @@
+"""The page at /: its policy, and a headless Chromium that chats, stops, thinks, calls tools and reads the live board."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from browser_support import CHROMIUM, DRIVER, ENTER, ESCAPE, Browser, browser
+from http_support import THINKING, Live, Rig, served, until
+from process_support import engine, request
+
+from tradewind.contract.events import Event
+from tradewind.observability.hub import Hub
+from tradewind.serving.http.app import make_app
+from tradewind.serving.http.front import Options
+from tradewind.serving.page import OPEN_PATHS, HomePage, page_routes
+
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="no chromium and chromedriver here (on Debian: apt-get install chromium chromium-driver)",
+)
+
+MARKDOWN = """Here it is:
+
+```python
+def backwards(items):
+    return items[::-1]  # <b>not bold</b>
+```
+
+1. It makes a **new** list.
+2. The old one stays: `items` is not changed."""
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich {old town}"}}\n</tool_call>'
+TOOLS = '[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]'
+SAYS = {
+    "rain at 12 degrees": "<think>The tool has answered.</think>Take an umbrella.",
+    "umbrella": "<think>They want the weather. I have a tool for that.</think>" + CALL,
+    "haiku": "<think>Five, seven, five. Wind from the east.</think>"
+    "Steady eastern wind\nfills the sail beyond the cape —\nthe harbour grows small.",
+    "reverse": MARKDOWN,
+    "for ever": "and on " * 2000,
+    "blue": "Sunlight is scattered by air, and blue light more than red. So blue reaches the eye from everywhere.",
+}
+
+
+class Locked:
+    """The hub for an engine in a thread of this process; behind `serve` all calls come from one thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub, self._lock = hub, threading.Lock()
+
+    def take(self, event: Event) -> None:
+        with self._lock:
+            self._hub.take(event)
+
+    def board(self) -> bytes:
+        with self._lock:
+            return self._hub.board.json()
+
+
+@contextmanager
+def live(*, plan: Any = None, **facts: Any) -> Iterator[Live]:
+    """A scripted engine that thinks and calls tools, with the page in front of it."""
+    rig = Rig(**{"says": SAYS, "step_s": 0.004, "max_context": 16384, "speech": THINKING, **facts})
+    hub = Hub.for_server(
+        model=rig.front.model,
+        version="0.1.0",
+        max_running=16,
+        facts=rig.engine.stats,
+        why_dead=lambda: rig.engine.why_dead,
+        plan=plan,
+    )
+    listening = Locked(hub)
+    rig.loop._sinks += (listening,)
+    rig.front = replace(
+        rig.front,
+        more_routes=page_routes(board=listening.board, plan=lambda: hub.plan),
+        open_paths=OPEN_PATHS,
+        on_receipt=hub.take_receipt,
+        metrics=hub.metrics.text,
+    )
+    app = make_app(rig.front)
+    with rig.client.start(), served(app) as port:
+        yield Live(port, rig, app)
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as made:
+        yield made
+
+
+@pytest.fixture
+def page(window: Browser) -> Iterator[tuple[Browser, Live]]:
+    """The page, opened; at the end nothing may have gone wrong in it and nothing may have come from elsewhere."""
+    with live() as server:
+        window.size(1400, 900)
+        window.open(server.url + "/")
+        window.complaints()
+        window.until("document.querySelector('#status').dataset.state === 'ok'", "the board must come alive")
+        yield window, server
+        assert window.complaints() == []
+        assert all(name.startswith(server.url + "/") for name in window.requests())
+        window.open("about:blank")
+
+
+def ask(window: Browser, text: str) -> None:
+    window.type("#prompt", text + ENTER)
+
+
+def answered(window: Browser, count: int = 1) -> None:
+    window.until(
+        f"document.querySelectorAll('.said.assistant[aria-busy=false]').length === {count}",
+        f"answer {count} must end",
+        seconds=30,
+    )
+
+
+# -- without a browser ---------------------------------------------------------------------------------------------------
+
+
+def test_the_document_is_whole_and_its_policy_fits() -> None:
+    page = HomePage.read()
+    text = page.body.decode()
+    assert 'href="page.css"' not in text and 'src="' not in text, "nothing is fetched later"
+    for kind in ("style", "script"):
+        allowed = re.search(kind + r"-src ([^;]+)", page.policy)
+        assert allowed is not None and "unsafe" not in allowed[1]
+        bodies = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'" for body in bodies}
+        assert bodies and hashes == set(allowed[1].split())
+    assert "default-src 'none'" in page.policy and "connect-src 'self'" in page.policy
+    assert not re.search(r"\son\w+=|\sstyle=", text.split("<script>")[0]), "the policy would refuse it"
+    assert set(re.findall(r"https?://[\w.]+", text)) == {"http://www.w3.org"}, (
+        "names of XML spaces only, nothing is fetched"
+    )
+    assert "innerHTML" not in text and "eval(" not in text
+    assert len(page.body) < 80_000
+
+
+def test_anybody_may_read_the_page_but_not_the_board() -> None:
+    with live(options=Options(api_keys=("k",))) as server:
+        status, headers, body = server.send("GET", "/")
+        assert status == 200 and body == HomePage.read().body
+        assert headers["content-type"] == "text/html; charset=utf-8"
+        assert headers["content-security-policy"] == HomePage.read().policy
+        assert headers["x-content-type-options"] == "nosniff"
+        status, again, body = server.send("GET", "/", headers={"If-None-Match": headers["etag"]})
+        assert status == 304 and body == b"" and again["etag"] == headers["etag"]
+        for path in ("/board", "/plan"):
+            assert server.send("GET", path)[0] == 401
+            status, headers, body = server.send("GET", path, headers={"Authorization": "Bearer k"})
+            assert status == 200 and headers["cache-control"] == "no-store"
+            json.loads(body)
+        assert server.send("POST", "/board", {}, headers={"Authorization": "Bearer k"})[0] == 405
+
+
+def test_the_board_counts_what_the_server_did() -> None:
+    with live(step_s=0.0) as server:
+        server.chat("Why is the sky blue?")
+        until(lambda: server.get("/board")["finished"] == 1, "the request must be counted")
+        board = server.get("/board")
+        assert board["model"] == "scripted" and board["status"] == "ok" and board["max_running"] == 16
+        assert board["ttft"]["count"] == 1
+        assert board["itl"]["count"] == len(SAYS["blue"]), "one gap after each of its bytes but the last token's"
+        assert board["memory"]["kv_pages_total"] == 1024
+        assert board["memory"]["front_bytes"] > 1e6
+
+
+def test_the_reports_of_an_engine_process_are_counted_as_they_cross_the_border() -> None:
+    """`RemoteClient(on_reports=...)` gives columns, not single events."""
+    with engine(default={"answer": "x" * 40}, rules=[]) as remote:
+        hub = Hub.for_server(
+            model="m", version="0", max_running=8, facts=remote.client.stats, why_dead=lambda: remote.client.why_dead,
+            engine_pid=lambda: remote.process.pid,
+        )  # fmt: skip
+        kinds: set[str] = set()
+
+        def heard(reports: list[Any]) -> None:
+            kinds.update(type(report).__name__ for report in reports)
+            hub.take_reports(reports)
+
+        remote.client._on_reports = heard
+        remote.client.start()
+        tokens = sum(
+            len(handle.tokens) for handle in remote.client.run([request(f"r{n}", f"{n} hello") for n in range(4)])
+        )
+        remote.client.close()
+    assert "StepTokens" in kinds
+    text = hub.metrics.text()
+    assert f'tradewind:generation_tokens_total{{model_name="m"}} {tokens}\n' in text
+    assert 'tradewind:request_success_total{model_name="m",finished_reason="stop"} 4\n' in text
+    assert json.loads(hub.board.json())["finished"] == 4
+
+
+# -- with one ------------------------------------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_a_chat_streams_and_says_what_it_cost(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    assert window.text("#model") == "scripted"
+    ask(window, "Why is the sky blue?")
+    window.until(
+        "(t => t.length > 10 && t.length < 90)(document.querySelector('.said.assistant .body')?.innerText ?? '')",
+        "it must stream",
+    )
+    answered(window)
+    assert window.text(".said.user") == "Why is the sky blue?"
+    assert window.text(".said.assistant .body") == SAYS["blue"]
+    about = window.text(".said.assistant .about")
+    assert re.search(rf"first token [\d.]+ m?s\s+{len(SAYS['blue']) + 1} tokens\s+[\d.]+ tok/s\s+prompt \d+", about), (
+        about
+    )
+    window.until("document.querySelector('#cards').innerText.includes('1 ended')", "the board must count it")
+    cards = window.text("#cards")
+    assert (
+        "Time to first token" in cards
+        and "Time between tokens" in cards
+        and "Throughput" in cards
+        and "Memory" in cards
+    )
+    window.until("document.querySelector('.plot .one').getAttribute('d').startsWith('M')", "the chart must be drawn")
+    label = window.run("return document.querySelector('.plot svg').getAttribute('aria-label')")
+    assert re.fullmatch(r"Time to first token, the last two minutes\. p50 at last .+; p95 at last .+\.", label)
+
+
+@needs_browser
+def test_the_conversation_goes_on_and_can_begin_anew(page: tuple[Browser, Live]) -> None:
+    window, server = page
+    ask(window, "Why is the sky blue?")
+    answered(window)
+    ask(window, "Now a haiku")
+    answered(window, 2)
+    prompts = [bytes(t for t in enter.tokens if t < 256).decode() for enter in server.rig.device.entered]
+    assert SAYS["blue"] in prompts[-1] and "Now a haiku" in prompts[-1], "earlier turns are sent again"
+    window.until(
+        "/hit|cache/.test(document.querySelectorAll('.about')[1].innerText)",
+        "the second turn finds the first in the cache",
+    )
+    window.click("#clear")
+    assert window.run("return document.querySelectorAll('.said').length") == 0
+    ask(window, "Why blue?")
+    answered(window)
+    assert "haiku" not in bytes(t for t in server.rig.device.entered[-1].tokens if t < 256).decode()
+
+
+@needs_browser
+def test_stop_ends_the_answer_in_the_engine_too(page: tuple[Browser, Live]) -> None:
+    window, server = page
+    for number, way in enumerate(("button", "key"), start=1):
+        ask(window, "Go on for ever")
+        window.until(
+            "[...document.querySelectorAll('.said.assistant .body')].at(-1)?.innerText.length > 20", "it must begin"
+        )
+        if way == "button":
+            window.click("#stop")
+        else:
+            window.type("#prompt", ESCAPE)
+        answered(window, number)
+        assert "stopped" in window.run("return [...document.querySelectorAll('.about')].at(-1).innerText")
+        until(lambda: server.running() == 0, "the slot must be free")
+
+
+@needs_browser
+def test_text_is_shown_never_run(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    ask(window, "Please reverse <img src=x onerror=alert(1)>")
+    answered(window)
+    assert "<b>not bold</b>" in window.text(".said.assistant pre")
+    assert window.run("return document.querySelectorAll('.said img, .said pre b').length") == 0
+    assert window.text(".said.assistant .block .head span") == "python"
+    assert window.run("return [...document.querySelectorAll('.said ol li')].map(e => e.innerText)") == [
+        "It makes a new list.",
+        "The old one stays: items is not changed.",
+    ]
+    assert window.text(".said.user").endswith("<img src=x onerror=alert(1)>")
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("one\ntwo\n\nthree", "<p>one\ntwo</p><p>three</p>"),
+        ("1. a\n\n2. b", '<ol start="1"><li>a</li></ol><ol start="2"><li>b</li></ol>'),
+        ("# Head\n- x\n- **y**", "<h3>Head</h3><ul><li>x</li><li><strong>y</strong></li></ul>"),
+        ("a `<i>` b", "<p>a <code>&lt;i&gt;</code> b</p>"),
+        ("2 * 3 * 4 and `open", "<p>2 * 3 * 4 and `open</p>"),
+        ("```\na\n\nb", "<pre><code>a\n\nb</code></pre>"),
+        ("", ""),
+    ],
+)
+def test_marks_become_elements(page: tuple[Browser, Live], text: str, html: str) -> None:
+    """The few marks that are known, whole or still being written."""
+    window, _ = page
+    shown = window.run(
+        "const t = new Text(); for (let n = 0; n <= arguments[0].length; n++) t.show(arguments[0].slice(0, n));"
+        "const parts = [...t.element.children].flatMap(e => [...e.children]);"
+        "return parts.map(e => (e.querySelector('pre') ?? e).outerHTML).join('')",
+        text,
+    )
+    assert shown == html
+
+
+@needs_browser
+def test_a_long_answer_does_not_slow_the_page_down(page: tuple[Browser, Live]) -> None:
+    """Drawing the last of 400 paragraphs costs about what drawing the first did, not 400 times as much; measured under 1 ms."""
+    window, _ = page
+    spent = window.run(
+        "const a = new Answer(); document.querySelector('#log').append(a.element);"
+        "a.content = 'A sentence of some length, as models write them.\\n\\n'.repeat(400); a.draw();"
+        "const began = performance.now();"
+        "for (let n = 0; n < 100; n++) { a.content += ' word'; a.draw(); }"
+        "const spent = (performance.now() - began) / 100; a.element.remove(); return spent"
+    )
+    assert spent < 10
+
+
+@needs_browser
+def test_thoughts_and_tools_are_shown_and_a_result_goes_back(page: tuple[Browser, Live]) -> None:
+    window, server = page
+    window.click("#settings-button")
+    window.type("#system", "Be brief.")
+    window.run(
+        "const t = document.querySelector('#tools'); t.value = arguments[0]; t.dispatchEvent(new Event('input', {bubbles: true}))",
+        TOOLS,
+    )
+    window.click("#settings-button")
+    ask(window, "Do I need an umbrella?")
+    answered(window)
+    assert re.match(r"Thought for [\d.]+ m?s", window.text(".thought summary"))
+    assert (
+        window.run("return document.querySelector('.thought div').textContent")
+        == "They want the weather. I have a tool for that."
+    )
+    assert window.text(".call .head b") == "get_weather"
+    assert '"city": "Zürich {old town}"' in window.text(".call pre")
+    assert "calls a tool" in window.text(".about")
+    assert window.run("return document.querySelector('#prompt').placeholder") == "Result of get_weather"
+    ask(window, "rain at 12 degrees")
+    answered(window, 2)
+    last = window.run("return [...document.querySelectorAll('.said.assistant .body')].at(-1).innerText")
+    assert last == "Take an umbrella."
+    prompt = bytes(t for t in server.rig.device.entered[-1].tokens if t < 256).decode()
+    assert "Be brief." in prompt and "rain at 12 degrees" in prompt
+
+
+@needs_browser
+def test_limits_and_mistakes_are_said(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    window.click("#settings-button")
+    window.type("#max-tokens", "5")
+    ask(window, "Why is the sky blue?")
+    answered(window)
+    assert "cut at the limit" in window.text(".about")
+    window.type("#tools", "[{")
+    ask(window, "Again")
+    assert "no JSON" in window.text("#note")
+    assert window.run("return document.querySelector('#prompt').value") == "Again", "what was typed is not lost"
+    window.run("document.querySelector('#tools').value = ''; document.querySelector('#max-tokens').value = 99999")
+    window.click("#send")
+    answered(window, 2)
+    assert "the limit is 16384" in window.text(".wrong")
+    assert window.complaints(), "the refusal is in the console too; the fixture wants it read"
+
+
+@needs_browser
+def test_a_key_is_asked_for_and_then_used(window: Browser) -> None:
+    with live(options=Options(api_keys=("open sesame",))) as server:
+        window.open(server.url + "/")
+        window.until(
+            "document.querySelector('#status').innerText === 'API key needed'", "the page must say what is missing"
+        )
+        assert "API key" in window.text("#note")
+        window.type("#key", "open sesame")
+        window.until("document.querySelector('#status').dataset.state === 'ok'", "the key must open the board")
+        ask(window, "Why is the sky blue?")
+        answered(window)
+        assert window.text(".said.assistant .body") == SAYS["blue"]
+        window.run("sessionStorage.clear()")
+        window.open("about:blank")
+        window.complaints()
+
+
+@needs_browser
+def test_a_server_that_is_gone_is_said_and_its_return_too(window: Browser) -> None:
+    with live() as server:
+        window.open(server.url + "/")
+        window.until("document.querySelector('#status').dataset.state === 'ok'", "the board must come alive")
+    window.until("document.querySelector('#status').innerText === 'not reachable'", "the page must notice")
+    ask(window, "Anybody?")
+    answered(window)
+    assert window.text(".wrong") == "The server cannot be reached."
+    window.open("about:blank")
+    window.complaints()
+
+
+@needs_browser
+def test_it_fits_a_phone_and_a_dark_room(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    ask(window, "Please reverse this and write a haiku")
+    answered(window)
+    light = window.screenshot()
+    window.dark(True)
+    dark = window.screenshot()
+    assert light != dark
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    assert window.run(ground) == "rgb(13, 20, 19)"
+    window.size(375, 700, phone=True)
+    assert not window.run("return document.querySelector('.board').checkVisibility()"), "one thing at a time"
+    window.click(".views button[data-to=board]")
+    assert window.run("return document.querySelector('.board').checkVisibility()")
+    for view in ("board", "chat"):
+        window.click(f".views button[data-to={view}]")
+        wide = window.run("return [document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= wide[1], f"the {view} is wider than the phone"
+    window.dark(False)
+
+
+@needs_browser
+def test_everything_has_a_name_for_those_who_hear_it(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    window.click("#settings-button")
+    nameless = window.run(
+        "const all = document.querySelectorAll('button, input, textarea, [role=meter], svg[role], summary');"
+        "const named = e => e.getAttribute('aria-label') || e.labels?.length || e.innerText?.trim();"
+        "return [...all].filter(e => e.checkVisibility() && !named(e)).map(e => e.outerHTML)"
+    )
+    assert nameless == []
+    tree = window.devtools("Accessibility.getFullAXTree")["nodes"]
+    roles = {node["role"]["value"] for node in tree if not node["ignored"]}
+    assert {"log", "main", "banner", "meter", "status"} <= roles
