@@ -4,9 +4,11 @@
     PYTHONPATH=src python benchmarks/kernels.py --only skinny,decode               some groups
     PYTHONPATH=src python benchmarks/kernels.py --dry                              no GPU: compiles every candidate for sm_90, runs none
 
-Knows: shapes of three dense models, the bytes and operations an op cannot avoid, candidates of each op. Times are those of a CUDA graph that
-runs the op on enough different buffers to defeat the L2 cache. `--shards n` compiles candidates in n processes first.
+Knows: shapes of three dense models, the bytes and operations an op cannot avoid, candidates of each op. Times are those of a CUDA graph
+that runs the op on enough different buffers to defeat the L2 cache. `--shards n` compiles candidates in n processes first.
 """
+
+# ruff: noqa: E731 - a candidate is a lambda that holds its buffers
 
 from __future__ import annotations
 
@@ -65,10 +67,16 @@ MODELS = (
 )
 PEERS = {
     # W6 of the peers' table: ms per decode step at ~1k context by batch; W1: TPOT at batch 1 with 128..384 tokens.
-    "llama-3.1-8b": {1: "vLLM 5.03 SGLang 4.79 (W1 4.97/4.78)", 8: "5.25 / 5.15", 32: "6.30 / 6.11", 128: "10.39 / 10.33", 256: "17.69 / 16.64"},
+    "llama-3.1-8b": {
+        1: "vLLM 5.03 SGLang 4.79 (W1 4.97/4.78)",
+        8: "5.25 / 5.15",
+        32: "6.30 / 6.11",
+        128: "10.39 / 10.33",
+        256: "17.69 / 16.64",
+    },
     "qwen3-0.6b": {1: "vLLM 2.15 (W1 2.15/1.68)", 8: "1.53", 32: "2.78", 128: "5.53", 256: "9.71"},
     "llama-3.1-8b fp8": {1: "vLLM 3.52 (W1 3.50)", 8: "3.76", 32: "5.28", 128: "8.59", 256: "15.13"},
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -181,18 +189,21 @@ def ceilings() -> dict[str, float]:
     found = {"copy": 2 * x.numel() * 4 / (graph_us([lambda: y.copy_(x)]) * 1e-6)}
     out = torch.zeros(1, device="cuda")
     found["read_torch_sum"] = x.numel() * 4 / (graph_us([lambda: torch.sum(x, 0, keepdim=True, out=out)]) * 1e-6)
-    del x, y
+    x = y = None
     rows = 2**18 - 8
     w = torch.randn(rows, 8192, device="cuda", dtype=BF16)  # 4.3 GB through the GEMV itself
     v, o = torch.randn(1, 8192, device="cuda", dtype=BF16), torch.empty(1, rows, device="cuda", dtype=BF16)
-    best = min(graph_us([lambda c=c: skinny.skinny_linear(v, w, out=o, config=c)]) for c in (GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 4)))
+    best = min(
+        graph_us([lambda c=c: skinny.skinny_linear(v, w, out=o, config=c)])
+        for c in (GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 4))
+    )
     found["read_gemv"] = w.numel() * 2 / (best * 1e-6)
     found["read"] = max(found["read_torch_sum"], found["read_gemv"])
-    del w
+    w = None
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
     found["bf16"] = 2 * 8192**3 / (graph_us([lambda: torch.mm(a, b.T)], budget_ms=200) * 1e-6)
     a8, b8, one = a.to(FP8), b.to(FP8), torch.ones(1, device="cuda")
-    run = lambda: torch._scaled_mm(a8, b8.T, one, one, out_dtype=BF16, use_fast_accum=True)  # noqa: E731
+    run = lambda: torch._scaled_mm(a8, b8.T, one, one, out_dtype=BF16, use_fast_accum=True)
     found["fp8"] = 2 * 8192**3 / (graph_us([run], budget_ms=200) * 1e-6)
     return found
 
@@ -200,24 +211,44 @@ def ceilings() -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------------------- cases
 
 GEMV = [
-    GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 8), GemvConfig(2, 1024, 2), GemvConfig(2, 2048, 4), GemvConfig(2, 4096, 8), GemvConfig(1, 2048, 2),
-    GemvConfig(1, 4096, 4), GemvConfig(4, 512, 2), GemvConfig(8, 512, 4), GemvConfig(8, 1024, 8), GemvConfig(8, 512, 2), GemvConfig(16, 256, 4),
-]  # fmt: skip
+    GemvConfig(4, 1024, 4),
+    GemvConfig(4, 2048, 8),
+    GemvConfig(2, 1024, 2),
+    GemvConfig(2, 2048, 4),
+    GemvConfig(2, 4096, 8),
+    GemvConfig(1, 2048, 2),
+    GemvConfig(1, 4096, 4),
+    GemvConfig(4, 512, 2),
+    GemvConfig(8, 512, 4),
+    GemvConfig(8, 1024, 8),
+    GemvConfig(8, 512, 2),
+    GemvConfig(16, 256, 4),
+]
 """Candidates of one input row."""
 TILES = {
     8: [
-        TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4), TileConfig(8, 64, 128, 4, 4, 4), TileConfig(16, 64, 256, 4, 4, 3),
-        TileConfig(16, 128, 128, 1, 4, 3), TileConfig(16, 64, 256, 1, 4, 3), TileConfig(16, 64, 128, 4, 4, 6),
+        TileConfig(16, 64, 128, 1, 4, 4),
+        TileConfig(16, 64, 128, 4, 4, 4),
+        TileConfig(8, 64, 128, 4, 4, 4),
+        TileConfig(16, 64, 256, 4, 4, 3),
+        TileConfig(16, 128, 128, 1, 4, 3),
+        TileConfig(16, 64, 256, 1, 4, 3),
+        TileConfig(16, 64, 128, 4, 4, 6),
     ],
     16: [TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4)],
     32: [TileConfig(32, 64, 128, 1, 4, 4), TileConfig(32, 64, 128, 4, 4, 4), TileConfig(32, 128, 128, 1, 4, 3)],
     64: [TileConfig(64, 64, 128, 1, 4, 3), TileConfig(64, 64, 128, 4, 4, 3), TileConfig(64, 128, 64, 1, 4, 4)],
-}  # fmt: skip
+}
 """Candidates by number of input rows."""
 
 
 def tag(config) -> str:
-    return type(config).__name__.removesuffix("Config").lower() + "(" + ",".join(str(v) for v in asdict(config).values()) + ")"
+    return (
+        type(config).__name__.removesuffix("Config").lower()
+        + "("
+        + ",".join(str(v) for v in asdict(config).values())
+        + ")"
+    )
 
 
 def fp8_weight(bench: Bench, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +288,9 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                     x_scale = None
                     if fp8 and rows > 1 and op in ("qkv", "gate_up"):
                         x, x_scale = fp8_weight(bench, x)
-                    out = bench.normal(rows, features, dtype=F32 if flags.get("residual") or flags.get("logits") else BF16)
+                    out = bench.normal(
+                        rows, features, dtype=F32 if flags.get("residual") or flags.get("logits") else BF16
+                    )
                     amount = weights[0].numel() * weights[0].element_size()
                     truth = None
                     if not bench.dry:
@@ -273,7 +306,9 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                     if rows > 1 and not bench.dry and fp8 and x_scale is not None:
                         ob = bench.empty(rows, rows_w)
                         calls = [
-                            lambda w=w, s=s, x=x, xs=x_scale, ob=ob: torch._scaled_mm(x, w.T, xs[:, None], s[None, :], out_dtype=BF16, use_fast_accum=True, out=ob)
+                            lambda w=w, s=s, x=x, xs=x_scale, ob=ob: torch._scaled_mm(
+                                x, w.T, xs[:, None], s[None, :], out_dtype=BF16, use_fast_accum=True, out=ob
+                            )
                             for w, s in zip(weights, scales, strict=True)
                         ]
                         yield Case("skinny", name, "cublas, no epilogue", calls, bytes=amount)
@@ -285,7 +320,9 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                     for config in configs:
                         if isinstance(config, GemvConfig) and config.block_k > 2 * depth:
                             continue
-                        if isinstance(config, TileConfig) and (depth // config.bk < config.split or depth % (config.bk * config.split)):
+                        if isinstance(config, TileConfig) and (
+                            depth // config.bk < config.split or depth % (config.bk * config.split)
+                        ):
                             continue
                         if op == "head" and isinstance(config, TileConfig) and config.split > 1:
                             continue
@@ -294,11 +331,35 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                             work = bench.empty(skinny.workspace_floats(features, config=config, gated=gated), dtype=F32)
                             arrived = bench.zeros(triton.cdiv(features, config.bn // 2))
 
-                        def call(w, s, target, residual, config=config, work=work, arrived=arrived, x=x, x_scale=x_scale, normed=normed, gated=gated, pdl=True):
+                        def call(
+                            w,
+                            s,
+                            target,
+                            residual,
+                            config=config,
+                            work=work,
+                            arrived=arrived,
+                            x=x,
+                            x_scale=x_scale,
+                            normed=normed,
+                            gated=gated,
+                            pdl=True,
+                        ):
                             skinny.skinny_linear(
-                                x, w, out=target, scale=s, x_scale=x_scale, norm=normed, eps=1e-5, gated=gated, residual=residual, config=config,
-                                workspace=work, arrived=arrived, pdl=pdl,
-                            )  # fmt: skip
+                                x,
+                                w,
+                                out=target,
+                                scale=s,
+                                x_scale=x_scale,
+                                norm=normed,
+                                eps=1e-5,
+                                gated=gated,
+                                residual=residual,
+                                config=config,
+                                workspace=work,
+                                arrived=arrived,
+                                pdl=pdl,
+                            )
 
                         residual = out if flags.get("residual") else None
 
@@ -308,8 +369,19 @@ def skinny_cases(bench: Bench) -> Iterator[Case]:
                             call(w, s, target, begin)
                             return difference(target, truth if begin is None else truth + begin.double())
 
-                        calls = [lambda w=w, s=s, call=call, out=out, r=residual: call(w, s, out, r) for w, s in zip(weights, scales, strict=True)]
-                        yield Case("skinny", name, tag(config), calls, bytes=amount, flops=2.0 * rows * weights[0].numel(), error=error)
+                        calls = [
+                            lambda w=w, s=s, call=call, out=out, r=residual: call(w, s, out, r)
+                            for w, s in zip(weights, scales, strict=True)
+                        ]
+                        yield Case(
+                            "skinny",
+                            name,
+                            tag(config),
+                            calls,
+                            bytes=amount,
+                            flops=2.0 * rows * weights[0].numel(),
+                            error=error,
+                        )
 
 
 def attention_truth(q, k, v, starts, lengths, table, *, heads, scale, rows):
@@ -335,7 +407,7 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
             if model.name == "llama-3.2-1b" and batch > 32:
                 continue
             for page, kv in ((64, BF16), (16, BF16), (64, FP8)):
-                if (page == 16 or kv == FP8) and batch not in (1, 256) or (page, context) == (16, 384):
+                if ((page == 16 or kv == FP8) and batch not in (1, 256)) or (page, context) == (16, 384):
                     continue
                 each = 2 * context * model.kv_heads * model.head_dim * (1 if kv == FP8 else 2)
                 count = copies(each * batch, most=32)
@@ -350,20 +422,53 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                 truth = None
                 rows = sorted({0, batch // 2, batch - 1})
                 if not bench.dry:
-                    truth = torch.cat(attention_truth(q, k, v, starts, lengths, table[:batch], heads=model.heads, scale=scale, rows=rows))
+                    truth = torch.cat(
+                        attention_truth(
+                            q, k, v, starts, lengths, table[:batch], heads=model.heads, scale=scale, rows=rows
+                        )
+                    )
                 splits = {1: (8, 16, 32), 8: (4, 8), 32: (1, 2, 4), 128: (1, 2), 256: (1,)}[batch]
                 forms = [(64, 4, 2), (32, 2, 3), (128, 4, 2), (64, 4, 3), (128, 8, 3)]
                 for split in splits:
                     for form in forms if batch > 8 else forms[:3]:
                         config = DecodeConfig(split, *form)
-                        work = bench.empty(decode.decode_workspace_floats(batch, heads=model.heads, head_dim=model.head_dim, splits=split), dtype=F32)
+                        work = bench.empty(
+                            decode.decode_workspace_floats(
+                                batch, heads=model.heads, head_dim=model.head_dim, splits=split
+                            ),
+                            dtype=F32,
+                        )
                         arrived = bench.zeros(batch * model.kv_heads)
 
-                        def call(i, target=out, config=config, work=work, arrived=arrived, q=q, k=k, v=v, lengths=lengths, table=table, scale=scale, heads=model.heads, batch=batch):  # fmt: skip
+                        def call(
+                            i,
+                            target=out,
+                            config=config,
+                            work=work,
+                            arrived=arrived,
+                            q=q,
+                            k=k,
+                            v=v,
+                            lengths=lengths,
+                            table=table,
+                            scale=scale,
+                            heads=model.heads,
+                            batch=batch,
+                        ):
                             decode.paged_decode(
-                                q, k, v, lengths=lengths, page_table=table[i * batch : (i + 1) * batch], heads=heads, scale=scale,
-                                out=target, config=config, workspace=work, arrived=arrived, pdl=True,
-                            )  # fmt: skip
+                                q,
+                                k,
+                                v,
+                                lengths=lengths,
+                                page_table=table[i * batch : (i + 1) * batch],
+                                heads=heads,
+                                scale=scale,
+                                out=target,
+                                config=config,
+                                workspace=work,
+                                arrived=arrived,
+                                pdl=True,
+                            )
 
                         def error(call=call, out=out, truth=truth, rows=rows):
                             target = torch.full_like(out, float("nan"))
@@ -385,7 +490,11 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
             shape = (total, model.kv_heads, 64, model.head_dim)
             k, v = bench.normal(*shape), bench.normal(*shape)
             x, gain = bench.normal(1, model.hidden, dtype=F32), bench.normal(model.hidden)
-            qkv, q, out = bench.empty(1, model.qkv), bench.empty(1, model.heads * model.head_dim), bench.empty(1, model.heads * model.head_dim)
+            qkv, q, out = (
+                bench.empty(1, model.qkv),
+                bench.empty(1, model.heads * model.head_dim),
+                bench.empty(1, model.heads * model.head_dim),
+            )
             lengths = torch.full((1,), context, dtype=torch.int32, device=bench.device)
             positions = lengths - 1
             angles = bench.angles(model.head_dim)
@@ -400,20 +509,79 @@ def chain_cases(bench: Bench) -> Iterator[Case]:
             yield Case("chain", name, "qkv alone", bare)
             for split, block_n, warps, stages in ((1, 128, 8, 2), (8, 32, 2, 2), (8, 64, 4, 2), (32, 32, 2, 2)):
                 config = DecodeConfig(split, block_n, warps, stages)
-                work = bench.empty(decode.decode_workspace_floats(1, heads=model.heads, head_dim=model.head_dim, splits=split), dtype=F32)
+                work = bench.empty(
+                    decode.decode_workspace_floats(1, heads=model.heads, head_dim=model.head_dim, splits=split),
+                    dtype=F32,
+                )
                 arrived = bench.zeros(model.kv_heads)
 
-                def attend(i, mode, config=config, work=work, arrived=arrived, linear=linear, k=k, v=v, table=table, lengths=lengths, positions=positions, angles=angles, weights=weights, qkv=qkv, q=q, out=out, model=model):  # fmt: skip
+                def attend(
+                    i,
+                    mode,
+                    config=config,
+                    work=work,
+                    arrived=arrived,
+                    linear=linear,
+                    k=k,
+                    v=v,
+                    table=table,
+                    lengths=lengths,
+                    positions=positions,
+                    angles=angles,
+                    weights=weights,
+                    qkv=qkv,
+                    q=q,
+                    out=out,
+                    model=model,
+                ):
                     linear(i, mode == "early")
-                    common = {"lengths": lengths, "page_table": table[i : i + 1], "heads": model.heads, "scale": 0.1, "out": out, "config": config, "workspace": work, "arrived": arrived, "pdl": True}  # fmt: skip
+                    common = {
+                        "lengths": lengths,
+                        "page_table": table[i : i + 1],
+                        "heads": model.heads,
+                        "scale": 0.1,
+                        "out": out,
+                        "config": config,
+                        "workspace": work,
+                        "arrived": arrived,
+                        "pdl": True,
+                    }
                     if mode == "apart":
-                        rope.rope_store(qkv, angles, positions, k, v, heads=model.heads, q_weight=weights[0], k_weight=weights[1], eps=1e-6, positions=positions, out=q, pdl=True)
+                        rope.rope_store(
+                            qkv,
+                            angles,
+                            positions,
+                            k,
+                            v,
+                            heads=model.heads,
+                            q_weight=weights[0],
+                            k_weight=weights[1],
+                            eps=1e-6,
+                            positions=positions,
+                            out=q,
+                            pdl=True,
+                        )
                         decode.paged_decode(q, k, v, **common)
                     else:
-                        decode.paged_decode(qkv, k, v, angles=angles, q_weight=weights[0], k_weight=weights[1], eps=1e-6, early=mode == "early", **common)
+                        decode.paged_decode(
+                            qkv,
+                            k,
+                            v,
+                            angles=angles,
+                            q_weight=weights[0],
+                            k_weight=weights[1],
+                            eps=1e-6,
+                            early=mode == "early",
+                            **common,
+                        )
 
                 for mode in ("early", "fused") if split > 1 and block_n == 32 else ("early",):
-                    yield Case("chain", name, f"{mode} {tag(config)}", [lambda i=i, m=mode, attend=attend: attend(i, m) for i in range(count)])
+                    yield Case(
+                        "chain",
+                        name,
+                        f"{mode} {tag(config)}",
+                        [lambda i=i, m=mode, attend=attend: attend(i, m) for i in range(count)],
+                    )
             yield Case("chain", name, "apart", [lambda i=i, attend=attend: attend(i, "apart") for i in range(count)])
 
 
@@ -428,7 +596,11 @@ def prefill_cases(bench: Bench) -> Iterator[Case]:
             for page in (64, 16) if new == 4096 else (64,):
                 table, total = bench.table(rows, context // page)
                 shape = (total, model.kv_heads, page, model.head_dim)
-                k, v, q = bench.normal(*shape), bench.normal(*shape), bench.normal(rows * new, model.heads * model.head_dim)
+                k, v, q = (
+                    bench.normal(*shape),
+                    bench.normal(*shape),
+                    bench.normal(rows * new, model.heads * model.head_dim),
+                )
                 starts = torch.arange(rows + 1, dtype=torch.int32, device=bench.device) * new
                 lengths = torch.full((rows,), context, dtype=torch.int32, device=bench.device)
                 out = bench.empty(*q.shape)
@@ -438,15 +610,37 @@ def prefill_cases(bench: Bench) -> Iterator[Case]:
                 truth = None
                 if not bench.dry:  # the last 256 tokens of the last row
                     tail = torch.tensor([0, 256], dtype=torch.int32)
-                    truth = attention_truth(q[-256:], k, v, tail, lengths[-1:], table[-1:], heads=model.heads, scale=scale, rows=[0])[0]
+                    truth = attention_truth(
+                        q[-256:], k, v, tail, lengths[-1:], table[-1:], heads=model.heads, scale=scale, rows=[0]
+                    )[0]
                 for form in forms if page == 64 else forms[:3]:
                     config = PrefillConfig(*form)
 
-                    def call(target=out, config=config, q=q, k=k, v=v, starts=starts, lengths=lengths, table=table, heads=model.heads, scale=scale):  # fmt: skip
+                    def call(
+                        target=out,
+                        config=config,
+                        q=q,
+                        k=k,
+                        v=v,
+                        starts=starts,
+                        lengths=lengths,
+                        table=table,
+                        heads=model.heads,
+                        scale=scale,
+                    ):
                         prefill.paged_prefill(
-                            q, k, v, query_start=starts, lengths=lengths, page_table=table, heads=heads, scale=scale, out=target,
-                            config=config, pdl=True,
-                        )  # fmt: skip
+                            q,
+                            k,
+                            v,
+                            query_start=starts,
+                            lengths=lengths,
+                            page_table=table,
+                            heads=heads,
+                            scale=scale,
+                            out=target,
+                            config=config,
+                            pdl=True,
+                        )
 
                     def error(call=call, out=out, truth=truth):
                         target = torch.full_like(out, float("nan"))
@@ -454,13 +648,30 @@ def prefill_cases(bench: Bench) -> Iterator[Case]:
                         assert target.isfinite().all()
                         return difference(target[-256:], truth)
 
-                    yield Case("prefill", f"{model.name} {rows}x{new} of {context} page={page}", tag(config), [call], flops=flops, error=error)
+                    yield Case(
+                        "prefill",
+                        f"{model.name} {rows}x{new} of {context} page={page}",
+                        tag(config),
+                        [call],
+                        flops=flops,
+                        error=error,
+                    )
                 if page == 64 and new == context and not bench.dry:
                     shapes = (rows, new, -1, model.head_dim)
                     qc = q.view(shapes).transpose(1, 2)
-                    kc, vc = (torch.randn(rows, model.heads, new, model.head_dim, device="cuda", dtype=BF16) for _ in range(2))
-                    run = lambda qc=qc, kc=kc, vc=vc: torch.nn.functional.scaled_dot_product_attention(qc, kc, vc, is_causal=True)  # noqa: E731
-                    yield Case("prefill", f"{model.name} {rows}x{new} of {context} page={page}", "torch SDPA, contiguous", [run], flops=flops)
+                    kc, vc = (
+                        torch.randn(rows, model.heads, new, model.head_dim, device="cuda", dtype=BF16) for _ in range(2)
+                    )
+                    run = lambda qc=qc, kc=kc, vc=vc: torch.nn.functional.scaled_dot_product_attention(
+                        qc, kc, vc, is_causal=True
+                    )
+                    yield Case(
+                        "prefill",
+                        f"{model.name} {rows}x{new} of {context} page={page}",
+                        "torch SDPA, contiguous",
+                        [run],
+                        flops=flops,
+                    )
 
 
 def small_cases(bench: Bench) -> Iterator[Case]:
@@ -469,7 +680,10 @@ def small_cases(bench: Bench) -> Iterator[Case]:
         for tokens in (1, 8, 64, 256, 8192):
             each = tokens * e
             count = copies(each * 8, most=16)
-            xs, ds = [bench.normal(tokens, e, dtype=F32) for _ in range(count)], [bench.normal(tokens, e) for _ in range(count)]
+            xs, ds = (
+                [bench.normal(tokens, e, dtype=F32) for _ in range(count)],
+                [bench.normal(tokens, e) for _ in range(count)],
+            )
             weight, out = bench.normal(e), bench.empty(tokens, e)
             out8, scale8 = bench.empty(tokens, e, dtype=FP8), bench.empty(tokens, dtype=F32)
 
@@ -481,9 +695,26 @@ def small_cases(bench: Bench) -> Iterator[Case]:
                 return difference(out, truth)
 
             for warps in (None, 4, 16):
-                calls = [lambda x=x, d=d, w=weight, o=out, n=warps: norm.add_rms_norm(x, d, w, eps=1e-5, out=o, pdl=True, warps=n) for x, d in zip(xs, ds, strict=True)]
-                yield Case("small", f"{model.name} add_rms_norm T={tokens}", f"warps {warps}", calls, bytes=each * 12, error=norm_error)
-            calls = [lambda x=x, d=d, w=weight, o=out8, s=scale8: norm.add_rms_norm(x, d, w, eps=1e-5, out=o, scale=s, pdl=True) for x, d in zip(xs, ds, strict=True)]
+                calls = [
+                    lambda x=x, d=d, w=weight, o=out, n=warps: norm.add_rms_norm(
+                        x, d, w, eps=1e-5, out=o, pdl=True, warps=n
+                    )
+                    for x, d in zip(xs, ds, strict=True)
+                ]
+                yield Case(
+                    "small",
+                    f"{model.name} add_rms_norm T={tokens}",
+                    f"warps {warps}",
+                    calls,
+                    bytes=each * 12,
+                    error=norm_error,
+                )
+            calls = [
+                lambda x=x, d=d, w=weight, o=out8, s=scale8: norm.add_rms_norm(
+                    x, d, w, eps=1e-5, out=o, scale=s, pdl=True
+                )
+                for x, d in zip(xs, ds, strict=True)
+            ]
             yield Case("small", f"{model.name} add_rms_norm fp8 T={tokens}", "", calls, bytes=each * 11)
 
             gs = [bench.normal(tokens, 2 * f) for _ in range(copies(tokens * f * 6, most=16))]
@@ -495,8 +726,20 @@ def small_cases(bench: Bench) -> Iterator[Case]:
                 return difference(out, torch.nn.functional.silu(g[:, :f].double()) * g[:, f:].double())
 
             for block, warps in ((1024, 4), (2048, 4), (512, 2)):
-                calls = [lambda g=g, o=so, b=block, n=warps: elementwise.gated_activation(g, out=o, pdl=True, block=b, warps=n) for g in gs]
-                yield Case("small", f"{model.name} silu_mul T={tokens}", f"block {block} warps {warps}", calls, bytes=tokens * f * 6, error=silu_error)
+                calls = [
+                    lambda g=g, o=so, b=block, n=warps: elementwise.gated_activation(
+                        g, out=o, pdl=True, block=b, warps=n
+                    )
+                    for g in gs
+                ]
+                yield Case(
+                    "small",
+                    f"{model.name} silu_mul T={tokens}",
+                    f"block {block} warps {warps}",
+                    calls,
+                    bytes=tokens * f * 6,
+                    error=silu_error,
+                )
 
             qkvs = [bench.normal(tokens, model.qkv) for _ in range(copies(tokens * model.qkv * 4, most=16))]
             k, v = (bench.zeros(tokens // 64 + 2, kv_heads, 64, dim, dtype=BF16) for _ in range(2))
@@ -506,11 +749,30 @@ def small_cases(bench: Bench) -> Iterator[Case]:
             for block, warps in ((8, 4), (8, 8), (4, 2), (2, 1), (1, 1)):
                 calls = [
                     lambda x=x, k=k, v=v, s=slots, t=table, w=weights, o=qo, b=block, n=warps, h=heads: rope.rope_store(
-                        x, t, s, k, v, heads=h, q_weight=w[0], k_weight=w[1], eps=1e-6, positions=s, out=o, pdl=True, heads_per_program=b, warps=n
+                        x,
+                        t,
+                        s,
+                        k,
+                        v,
+                        heads=h,
+                        q_weight=w[0],
+                        k_weight=w[1],
+                        eps=1e-6,
+                        positions=s,
+                        out=o,
+                        pdl=True,
+                        heads_per_program=b,
+                        warps=n,
                     )
                     for x in qkvs
                 ]
-                yield Case("small", f"{model.name} rope_store T={tokens}", f"heads {block} warps {warps}", calls, bytes=tokens * model.qkv * 4)
+                yield Case(
+                    "small",
+                    f"{model.name} rope_store T={tokens}",
+                    f"heads {block} warps {warps}",
+                    calls,
+                    bytes=tokens * model.qkv * 4,
+                )
         for rows in (1, 8, 64, 256):
             logits = bench.normal(rows, model.vocabulary, dtype=F32, scale=3.0)
             work = sampling.SampleWorkspace.allocate(rows, model.vocabulary, device=bench.device, penalties=True)
@@ -520,30 +782,78 @@ def small_cases(bench: Bench) -> Iterator[Case]:
             def columns(device=device, rows=rows, **values):
                 base = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9} | values
                 kind = {"top_k": torch.int32, "seed": torch.int64, "position": torch.int64}
-                return sampling.DeviceColumns(**{n: torch.full((rows,), v, dtype=kind.get(n, F32), device=device) for n, v in base.items()})
+                return sampling.DeviceColumns(
+                    **{n: torch.full((rows,), v, dtype=kind.get(n, F32), device=device) for n, v in base.items()}
+                )
 
             for name, made, filtered in (
                 ("greedy", None, False), ("temperature", columns(), False), ("top-p 0.9", columns(top_p=0.9), True),
                 ("top-k 50 top-p 0.95", columns(top_k=50, top_p=0.95), True), ("top-k 50", columns(top_k=50), True),
             ):  # fmt: skip
-                run = lambda x=logits, c=made, o=out, w=work, f=filtered: sampling.sample(x, c, out=o, workspace=w, filtered=f, pdl=True)  # noqa: E731
+                run = lambda x=logits, c=made, o=out, w=work, f=filtered: sampling.sample(
+                    x, c, out=o, workspace=w, filtered=f, pdl=True
+                )
                 yield Case("sample", f"{model.name} {name} L={rows}", "", [run] * 4, bytes=rows * model.vocabulary * 4)
-            lp = [bench.empty(rows, dtype=F32), bench.zeros(rows), bench.zeros(rows, 20), bench.empty(rows, 20, dtype=F32)]
+            lp = [
+                bench.empty(rows, dtype=F32),
+                bench.zeros(rows),
+                bench.zeros(rows, 20),
+                bench.empty(rows, 20, dtype=F32),
+            ]
             blocks = triton.cdiv(model.vocabulary, sampling.BLOCK)
-            wf, wi, arrived = bench.empty(rows * blocks * 22, dtype=F32), bench.zeros(rows * blocks * 21), bench.zeros(rows)
-            run = lambda x=logits, t=out, lp=lp, wf=wf, wi=wi, a=arrived: sampling.logprobs(  # noqa: E731
-                x, t, top=20, out_logprob=lp[0], out_rank=lp[1], out_ids=lp[2], out_top=lp[3], workspace=wf, workspace_ids=wi, arrived=a, pdl=True
+            wf, wi, arrived = (
+                bench.empty(rows * blocks * 22, dtype=F32),
+                bench.zeros(rows * blocks * 21),
+                bench.zeros(rows),
             )
-            yield Case("sample", f"{model.name} logprobs top 20 L={rows}", "", [run] * 4, bytes=rows * model.vocabulary * 4)
+            run = lambda x=logits, t=out, lp=lp, wf=wf, wi=wi, a=arrived: sampling.logprobs(
+                x,
+                t,
+                top=20,
+                out_logprob=lp[0],
+                out_rank=lp[1],
+                out_ids=lp[2],
+                out_top=lp[3],
+                workspace=wf,
+                workspace_ids=wi,
+                arrived=a,
+                pdl=True,
+            )
+            yield Case(
+                "sample", f"{model.name} logprobs top 20 L={rows}", "", [run] * 4, bytes=rows * model.vocabulary * 4
+            )
             table, tokens = bench.zeros(rows, 32), bench.zeros(rows, 2048)
-            made = {n: bench.zeros(*s) for n, s in {"ids": (rows,), "positions": (rows,), "query_start": (rows + 1,), "lengths": (rows,), "write_slots": (rows,), "page_table": (rows, 32), "total": (1,)}.items()}
-            slot, start, one = torch.arange(rows, dtype=torch.int32, device=device), bench.zeros(rows) + 1000, bench.zeros(rows) + 1
+            made = {
+                n: bench.zeros(*s)
+                for n, s in {
+                    "ids": (rows,),
+                    "positions": (rows,),
+                    "query_start": (rows + 1,),
+                    "lengths": (rows,),
+                    "write_slots": (rows,),
+                    "page_table": (rows, 32),
+                    "total": (1,),
+                }.items()
+            }
+            slot, start, one = (
+                torch.arange(rows, dtype=torch.int32, device=device),
+                bench.zeros(rows) + 1000,
+                bench.zeros(rows) + 1,
+            )
             live = bench.zeros(1) + rows
-            run = lambda a=(slot, start, one, live, tokens, table), m=made: step.lay_out(*a, page_tokens=64, **m, pdl=True)  # noqa: E731
+            run = lambda a=(slot, start, one, live, tokens, table), m=made: step.lay_out(
+                *a, page_tokens=64, **m, pdl=True
+            )
             yield Case("sample", f"{model.name} lay_out R={rows}", "", [run] * 4)
 
 
-GROUPS = {"skinny": skinny_cases, "chain": chain_cases, "decode": decode_cases, "prefill": prefill_cases, "small": small_cases}
+GROUPS = {
+    "skinny": skinny_cases,
+    "chain": chain_cases,
+    "decode": decode_cases,
+    "prefill": prefill_cases,
+    "small": small_cases,
+}
 
 
 # ------------------------------------------------------------------------------------------------- a whole decode step
@@ -555,8 +865,18 @@ class DecodeStep:
     path "fused": skinny kernels with norm, SiLU-mul and residual folded in (M <= 16). path "matmul": cuBLAS between own kernels.
     """
 
-    def __init__(self, bench: Bench, model: Shape, *, rows: int, context: int, path: str, fp8: bool, config: dict, page: int = 64) -> None:
-        self.bench, self.model, self.rows, self.path, self.fp8, self.config, self.page = bench, model, rows, path, fp8, config, page
+    def __init__(
+        self, bench: Bench, model: Shape, *, rows: int, context: int, path: str, fp8: bool, config: dict, page: int = 64
+    ) -> None:
+        self.bench, self.model, self.rows, self.path, self.fp8, self.config, self.page = (
+            bench,
+            model,
+            rows,
+            path,
+            fp8,
+            config,
+            page,
+        )
         m, e, f = model, model.hidden, model.intermediate
         q = m.heads * m.head_dim
         self.early = True
@@ -569,7 +889,11 @@ class DecodeStep:
             }  # fmt: skip
             layer = {name: fp8_weight(bench, w) if fp8 else (w, None) for name, w in layer.items()}
             layer["norms"] = (bench.normal(e, scale=0.1) + 1, bench.normal(e, scale=0.1) + 1)
-            layer["head_norms"] = (bench.normal(m.head_dim, scale=0.1) + 1, bench.normal(m.head_dim, scale=0.1) + 1) if m.head_norm else (None, None)
+            layer["head_norms"] = (
+                (bench.normal(m.head_dim, scale=0.1) + 1, bench.normal(m.head_dim, scale=0.1) + 1)
+                if m.head_norm
+                else (None, None)
+            )
             self.layers.append(layer)
         self.embedding = bench.normal(m.vocabulary, e)
         self.head = self.embedding if m.tied else bench.normal(m.vocabulary, e, scale=e**-0.5)
@@ -578,7 +902,7 @@ class DecodeStep:
         self.table, pages = bench.table(rows, context // page + 4)
         shape = (pages, m.kv_heads, page, m.head_dim)
         self.k, self.v = ([bench.normal(*shape) for _ in range(depth)] for _ in range(2))
-        at = lambda value: torch.full((rows,), value, dtype=torch.int32, device=bench.device)  # noqa: E731
+        at = lambda value: torch.full((rows,), value, dtype=torch.int32, device=bench.device)
         self.ids, self.lengths, self.positions = at(17), at(context), at(context - 1)
         self.slots = (self.table[:, (context - 1) // page] * page + (context - 1) % page).int().contiguous()
         self.x = bench.empty(rows, e, dtype=F32)
@@ -592,9 +916,14 @@ class DecodeStep:
         self.work = sampling.SampleWorkspace.allocate(rows, m.vocabulary, device=bench.device, penalties=False)
         self.sampled = bench.zeros(rows)
         splits = config["decode"].splits
-        self.part = bench.empty(decode.decode_workspace_floats(rows, heads=m.heads, head_dim=m.head_dim, splits=splits), dtype=F32)
+        self.part = bench.empty(
+            decode.decode_workspace_floats(rows, heads=m.heads, head_dim=m.head_dim, splits=splits), dtype=F32
+        )
         self.arrived = bench.zeros(rows * m.kv_heads)
-        need = max(skinny.workspace_floats(n, config=TileConfig(64 if rows > 16 else 16, 64, 128, 4, 4, 4), gated=True) for n in (m.qkv, e, f))
+        need = max(
+            skinny.workspace_floats(n, config=TileConfig(64 if rows > 16 else 16, 64, 128, 4, 4, 4), gated=True)
+            for n in (m.qkv, e, f)
+        )
         self.tile_work, self.tile_arrived = bench.empty(need, dtype=F32), bench.zeros(max(m.qkv, e, f) // 8)
 
     def run(self, *, pdl: bool = True, fuse_rope: bool = True) -> None:
@@ -613,7 +942,9 @@ class DecodeStep:
         k, v = self.k[index], self.v[index]
         if fuse_rope:
             early = pdl and self.path == "fused" and self.early
-            decode.paged_decode(self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **common)
+            decode.paged_decode(
+                self.qkv, k, v, angles=self.angles, q_weight=q_norm, k_weight=k_norm, eps=1e-6, early=early, **common
+            )
             return
         rope.rope_store(
             self.qkv, self.angles, self.slots, k, v, heads=m.heads, q_weight=q_norm, k_weight=k_norm, eps=1e-6, positions=self.positions,
@@ -661,11 +992,13 @@ class DecodeStep:
 
     def _matmul(self, pdl: bool, fuse_rope: bool) -> None:
         if self.bench.dry:
-            mm = lambda *args: None  # noqa: E731
+            mm = lambda *args: None
         elif self.fp8:
-            mm = lambda x, scale, w, out: torch._scaled_mm(x, w[0].T, scale[:, None], w[1][None, :], out_dtype=BF16, use_fast_accum=True, out=out)  # noqa: E731
+            mm = lambda x, scale, w, out: torch._scaled_mm(
+                x, w[0].T, scale[:, None], w[1][None, :], out_dtype=BF16, use_fast_accum=True, out=out
+            )
         else:
-            mm = lambda x, scale, w, out: torch.mm(x, w[0].T, out=out)  # noqa: E731
+            mm = lambda x, scale, w, out: torch.mm(x, w[0].T, out=out)
         delta = None
         scale = self.token_scale if self.fp8 else None
         normed, inner = (self.normed8, self.inner8) if self.fp8 else (self.normed, self.inner)
@@ -691,11 +1024,14 @@ class DecodeStep:
         """Logits by plain torch in float32, from the same weights and pages (call it before `run` writes the new keys, or after: equal)."""
         m = self.model
         x = self.embedding[self.ids.long()].float()
-        rms = lambda x, w, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w.float()  # noqa: E731
-        plain = lambda w: w[0].float() if w[1] is None else w[0].float() * w[1][:, None]  # noqa: E731
+        rms = lambda x, w, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w.float()
+        plain = lambda w: w[0].float() if w[1] is None else w[0].float() * w[1][:, None]
         length = int(self.lengths[0])
         cos, sin = self.angles[length - 1].chunk(2)
-        turn = lambda x: torch.cat([x[..., : len(cos)] * cos - x[..., len(cos) :] * sin, x[..., len(cos) :] * cos + x[..., : len(cos)] * sin], -1)  # noqa: E731
+        turn = lambda x: torch.cat(
+            [x[..., : len(cos)] * cos - x[..., len(cos) :] * sin, x[..., len(cos) :] * cos + x[..., : len(cos)] * sin],
+            -1,
+        )
         for index, layer in enumerate(self.layers):
             qkv = (rms(x, layer["norms"][0], 1e-5) @ plain(layer["qkv"]).T).view(self.rows, -1, m.head_dim)
             q, k, v = qkv.split([m.heads, m.kv_heads, m.kv_heads], 1)
@@ -705,7 +1041,9 @@ class DecodeStep:
             attended = []
             for row in range(self.rows):
                 pages = self.table[row, : -(-length // self.page)].long()
-                keys, values = (y[index][pages].float().transpose(1, 2).flatten(0, 1)[:length].clone() for y in (self.k, self.v))
+                keys, values = (
+                    y[index][pages].float().transpose(1, 2).flatten(0, 1)[:length].clone() for y in (self.k, self.v)
+                )
                 keys[-1], values[-1] = k[row], v[row]
                 score = torch.einsum("grd,lgd->grl", q[row].view(m.kv_heads, -1, m.head_dim), keys) * m.head_dim**-0.5
                 attended.append(torch.einsum("grl,lgd->grd", score.softmax(-1), values).flatten())
@@ -718,13 +1056,22 @@ class DecodeStep:
         """Weights and keys read once."""
         m = self.model
         weights = m.layers * m.layer_weights * (1 if self.fp8 else 2) + m.vocabulary * m.hidden * 2
-        return weights + self.rows * int(self.lengths[0]) * m.layers * 2 * m.kv_heads * m.head_dim * self.k[0].element_size()
+        return (
+            weights
+            + self.rows * int(self.lengths[0]) * m.layers * 2 * m.kv_heads * m.head_dim * self.k[0].element_size()
+        )
 
 
 def matrices(model: Shape) -> dict[str, tuple[int, int, int]]:
     """(outputs, weight rows, depth) of each matmul of a layer and of the head."""
     e, f, q = model.hidden, model.intermediate, model.heads * model.head_dim
-    return {"qkv": (model.qkv, model.qkv, e), "o": (e, e, q), "gate_up": (f, 2 * f, e), "down": (e, e, f), "head": (model.vocabulary, model.vocabulary, e)}
+    return {
+        "qkv": (model.qkv, model.qkv, e),
+        "o": (e, e, q),
+        "gate_up": (f, 2 * f, e),
+        "down": (e, e, f),
+        "head": (model.vocabulary, model.vocabulary, e),
+    }
 
 
 def constants(model: Shape, rows: int, fp8: bool) -> dict:
@@ -733,11 +1080,15 @@ def constants(model: Shape, rows: int, fp8: bool) -> dict:
     found = {}
     for name, (outputs, weight_rows, depth) in matrices(model).items():
         small = fp8 and name != "head"
-        found[name] = table.gemv(outputs, depth, fp8=small) if rows == 1 else table.tile(rows, weight_rows, depth, fp8=small)
+        found[name] = (
+            table.gemv(outputs, depth, fp8=small) if rows == 1 else table.tile(rows, weight_rows, depth, fp8=small)
+        )
     return {name: config for name, config in found.items() if config is not None}
 
 
-def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int]) -> Iterator[tuple[DecodeStep, str, dict, int]]:
+def step_cases(
+    bench: Bench, *, models: list[str], quick: bool, batches: set[int]
+) -> Iterator[tuple[DecodeStep, str, dict, int]]:
     """Whole steps: (step, candidate, run arguments, context)."""
     table = tuned(DEFAULT)
     for model in MODELS:
@@ -748,10 +1099,14 @@ def step_cases(bench: Bench, *, models: list[str], quick: bool, batches: set[int
                 best = constants(model, 1, fp8)
                 forms = {"tuned": table.decode(1, context)}
                 if not quick:
-                    forms |= {tag(c): c for c in (DecodeConfig(8, 64, 4, 2), DecodeConfig(4, 64, 4, 2)) if context == 256}
+                    forms |= {
+                        tag(c): c for c in (DecodeConfig(8, 64, 4, 2), DecodeConfig(4, 64, 4, 2)) if context == 256
+                    }
                     forms |= {tag(c): c for c in (DecodeConfig(16, 64, 4, 2),) if context == 1024}
                 most = DecodeConfig(32, 64, 4, 2)
-                made = DecodeStep(bench, model, rows=1, context=context, path="fused", fp8=fp8, config=best | {"decode": most})
+                made = DecodeStep(
+                    bench, model, rows=1, context=context, path="fused", fp8=fp8, config=best | {"decode": most}
+                )
                 for name, form in forms.items():
                     made.config = best | {"decode": form}
                     yield made, f"fused, {name}", {}, context
@@ -823,7 +1178,17 @@ def measured(case: Case, limits: dict[str, float]) -> Result:
             torch.cuda.synchronize()
         us = graph_us(case.calls)
     except Exception as problem:
-        return Result(case.group, case.op, case.candidate, 0.0, 0.0, 0.0, 0.0, error, f"{type(problem).__name__}: {str(problem)[:200]}")
+        return Result(
+            case.group,
+            case.op,
+            case.candidate,
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+            error,
+            f"{type(problem).__name__}: {str(problem)[:200]}",
+        )
     rate, speed = case.bytes / us / 1e-6, case.flops / us / 1e-6
     fraction = max(rate / limits["read"], speed / limits["bf16"])
     wrong = "" if error is None or error < case.tolerance else f"WRONG: error {error:.2e} > {case.tolerance:.0e}"
@@ -868,7 +1233,9 @@ def main() -> None:
                     print(f"{case.op} {case.candidate}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
                 seen += 1
         if "steps" in groups:
-            for index, (made, _, options, _) in enumerate(step_cases(bench, models=models, quick=args.quick, batches=batches)):
+            for index, (made, _, options, _) in enumerate(
+                step_cases(bench, models=models, quick=args.quick, batches=batches)
+            ):
                 if args.shard is None or index % args.shards == args.shard:
                     made.run(**options)
         print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
@@ -888,9 +1255,15 @@ def main() -> None:
     def save() -> None:
         if args.out:
             record = {
-                "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__, "command": " ".join(sys.argv),
-                "ceilings": limits, "ops": [asdict(r) for r in results], "steps": steps, "seconds": time.perf_counter() - began,
-            }  # fmt: skip
+                "card": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "command": " ".join(sys.argv),
+                "ceilings": limits,
+                "ops": [asdict(r) for r in results],
+                "steps": steps,
+                "seconds": time.perf_counter() - began,
+            }
             Path(args.out).write_text(json.dumps(record, indent=1))
 
     for case in cases():
@@ -931,7 +1304,9 @@ def main() -> None:
         plain = [r for r in ranked[args.best :] if "cublas" in r.candidate or "SDPA" in r.candidate]
         for r in ranked[: args.best] + plain:
             error = "" if r.error is None else f"{r.error:.1e}"
-            print(f"{r.op:50} {r.candidate:34} {r.us:9.2f} {r.gb_per_s:6.0f} {r.tflop_per_s:6.1f} {r.fraction:5.2f} {error}")
+            print(
+                f"{r.op:50} {r.candidate:34} {r.us:9.2f} {r.gb_per_s:6.0f} {r.tflop_per_s:6.1f} {r.fraction:5.2f} {error}"
+            )
     print(f"# done in {time.perf_counter() - began:.0f} s")
 
 

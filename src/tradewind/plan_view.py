@@ -80,14 +80,25 @@ def reasons_table(plan: Plan) -> Table:
 
 
 def techniques_text(techniques: Mapping[str, Technique]) -> RenderableType:
-    """The registry, a row for each technique."""
-    table = Table(show_lines=True)
-    table.add_column("technique", no_wrap=True)
-    for name in ("layer", "switch", "helps", "hurts", "metric", "last measured"):
-        table.add_column(name, overflow="fold")
+    """The registry: a paragraph for each technique, readable at any width."""
+    blocks: list[RenderableType] = []
     for name, row in techniques.items():
-        needs = f"; needs {', '.join(row.prerequisites)}" if row.prerequisites else ""
-        against = f"; not with {', '.join(row.conflicts)}" if row.conflicts else ""
-        cells = (row.layer, row.switch, row.helps, row.hurts + needs + against, row.metric, row.effect or "not yet")
-        table.add_row(Text(name, style="bold"), *(Text(cell) for cell in cells))
-    return table
+        block = Table.grid(padding=(0, 2))
+        block.add_column(no_wrap=True, style="dim", min_width=10)
+        block.add_column(overflow="fold")
+        block.add_row(Text(name, style="bold not dim"), Text(row.layer))
+        facts = (
+            ("switch", row.switch),
+            ("helps", row.helps),
+            ("hurts", row.hurts),
+            ("needs", ", ".join(row.prerequisites)),
+            ("not with", ", ".join(row.conflicts)),
+            ("metric", row.metric),
+            ("test", row.test),
+            ("measured", row.effect or "not yet"),
+        )
+        for label, fact in facts:
+            if fact:
+                block.add_row(f"  {label}", Text(fact))
+        blocks += [block, Text()]
+    return Group(*blocks)

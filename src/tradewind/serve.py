@@ -73,7 +73,6 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
     with bind(options.host, options.port) as listener:
         process, end, launched_s = _launch()
         try:
-            _need_the_server()
             from tradewind.engine.wire import Start
             from tradewind.serving.supervisor import Launched, Supervisor
 
@@ -115,6 +114,7 @@ def _serve_beside(
     engine: Supervisor, listener: socket.socket, options: ServeOptions, *, start: Start, phases: _Start
 ) -> int:
     """Makes the front while the engine builds itself, and serves; returns the exit code."""
+    _need_the_server()
     from tradewind.observability.hub import Hub
     from tradewind.observability.logs import set_up_logs
     from tradewind.serving.http.server import FrontServer, Patience
@@ -213,6 +213,7 @@ class FrontParts:
         self.names = (*options.served_names, model)
         """What the model is called; answers carry the first."""
         tokenizer, plan = self._tokenizer, located.plan
+        self._plan = plan
         self._template: ChatTemplate | UserError
         try:
             source = script.chat_template if script is not None else None
@@ -238,7 +239,10 @@ class FrontParts:
         from tradewind.serving.structured import StructuredOutput
 
         options = self._options
-        limits = Limits(vocab_size=self._vocab_size, max_context=ready.schedule.max_context, eos_ids=self._eos_ids)
+        if self._plan is not None:
+            limits = Limits.of(self._plan, eos_ids=self._eos_ids)
+        else:
+            limits = Limits(vocab_size=self._vocab_size, max_context=ready.schedule.max_context, eos_ids=self._eos_ids)
         return Front(
             client=client,
             tokenizer=self._tokenizer,

@@ -35,7 +35,15 @@ def captured(call):
     return graph
 
 
-@pytest.mark.parametrize("config", [GemvConfig(2, 1024, 2), GemvConfig(4, 2048, 8), TileConfig(16, 64, 128, 1, 4, 4), TileConfig(16, 64, 128, 4, 4, 4)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemvConfig(2, 1024, 2),
+        GemvConfig(4, 2048, 8),
+        TileConfig(16, 64, 128, 1, 4, 4),
+        TileConfig(16, 64, 128, 4, 4, 4),
+    ],
+)
 def test_a_chain_of_dependent_launches_is_ordered(config):
     """64 dependent matmuls and norms in one graph with pdl equal the same chain without it, bit for bit, in 50 replays."""
     rows, width = (1, 4096) if isinstance(config, GemvConfig) else (8, 4096)
@@ -78,9 +86,20 @@ def test_one_graph_serves_other_lengths_and_fewer_rows(splits):
     arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device="cuda")
     graph = captured(
         lambda: decode.paged_decode(
-            q, k, v, lengths=lengths, page_table=table, heads=heads, scale=dim**-0.5, out=out, rows=live,
-            config=DecodeConfig(splits, 64, 4, 2), workspace=work, arrived=arrived, pdl=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            lengths=lengths,
+            page_table=table,
+            heads=heads,
+            scale=dim**-0.5,
+            out=out,
+            rows=live,
+            config=DecodeConfig(splits, 64, 4, 2),
+            workspace=work,
+            arrived=arrived,
+            pdl=True,
+        )
     )
     logical = [x.double().transpose(1, 2).contiguous().cpu() for x in (k, v)]
     for count in (6, 3, 5):
@@ -89,7 +108,13 @@ def test_one_graph_serves_other_lengths_and_fewer_rows(splits):
         out.fill_(7)
         graph.replay()
         truth = reference.attention(
-            q[:count].double().cpu(), *logical, torch.arange(count + 1), lengths[:count].cpu(), table.cpu(), heads=heads, scale=dim**-0.5
+            q[:count].double().cpu(),
+            *logical,
+            torch.arange(count + 1),
+            lengths[:count].cpu(),
+            table.cpu(),
+            heads=heads,
+            scale=dim**-0.5,
         )
         assert difference(out[:count].cpu(), truth) < 1e-2
         assert (out[count:] == 7).all()
@@ -100,15 +125,28 @@ def test_a_row_does_not_depend_on_its_batch():
     heads, kv_heads, dim, page = 16, 8, 128, 64
     k, v = (torch.randn(65, kv_heads, page, dim, device="cuda", dtype=BF16) for _ in range(2))
     table = (torch.randperm(64, device="cuda") + 1).int().view(4, 16)
-    q, lengths = torch.randn(4, heads * dim, device="cuda", dtype=BF16), torch.tensor([900, 5, 64, 1000], dtype=torch.int32, device="cuda")
+    q, lengths = (
+        torch.randn(4, heads * dim, device="cuda", dtype=BF16),
+        torch.tensor([900, 5, 64, 1000], dtype=torch.int32, device="cuda"),
+    )
 
     def attend(rows):
         out = torch.empty(rows, heads * dim, device="cuda", dtype=BF16)
         decode.paged_decode(
-            q[:rows], k, v, lengths=lengths[:rows], page_table=table[:rows], heads=heads, scale=0.1, out=out, config=DecodeConfig(8, 64, 4, 2),
-            workspace=torch.empty(decode.decode_workspace_floats(rows, heads=heads, head_dim=dim, splits=8), device="cuda"),
+            q[:rows],
+            k,
+            v,
+            lengths=lengths[:rows],
+            page_table=table[:rows],
+            heads=heads,
+            scale=0.1,
+            out=out,
+            config=DecodeConfig(8, 64, 4, 2),
+            workspace=torch.empty(
+                decode.decode_workspace_floats(rows, heads=heads, head_dim=dim, splits=8), device="cuda"
+            ),
             arrived=torch.zeros(rows * kv_heads, dtype=torch.int32, device="cuda"),
-        )  # fmt: skip
+        )
         return out
 
     assert torch.equal(attend(1)[0], attend(4)[0])
@@ -124,14 +162,21 @@ def test_the_draw_at_a_real_vocabulary_equals_the_reference():
     rows, vocabulary = 16, 151936
     logits = torch.randn(rows, vocabulary) * torch.linspace(0.5, 4, rows)[:, None]
     settings = [
-        {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.0, "top_k": 50}, {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
-    ]  # fmt: skip
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.95},
+        {"temperature": 1.0, "top_k": 50},
+        {"temperature": 1.2, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    ]
     base = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     each = [settings[row % 4] for row in range(rows)]
     columns = sampling.DeviceColumns(
-        **{n: torch.tensor([s.get(n, d) for s in each], dtype=torch.int32 if n == "top_k" else F32, device="cuda") for n, d in base.items()},
-        seed=torch.arange(rows, device="cuda") * 1234567, position=torch.arange(rows, device="cuda") + 100,
-    )  # fmt: skip
+        **{
+            n: torch.tensor([s.get(n, d) for s in each], dtype=torch.int32 if n == "top_k" else F32, device="cuda")
+            for n, d in base.items()
+        },
+        seed=torch.arange(rows, device="cuda") * 1234567,
+        position=torch.arange(rows, device="cuda") + 100,
+    )
     work = sampling.SampleWorkspace.allocate(rows, vocabulary, device="cuda", penalties=False)
     out = torch.zeros(rows, dtype=torch.int32, device="cuda")
     sampling.sample(logits.cuda(), columns, out=out, workspace=work, pdl=True)

@@ -20,10 +20,10 @@ if INTERPRETED:
 elif not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 set before Python starts", allow_module_level=True)
 
-from tradewind.kernels import reference
-from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, skinny, step
-from tradewind.kernels.triton import sample as sampling
-from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig
+from tradewind.kernels import reference  # noqa: E402
+from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, skinny, step  # noqa: E402
+from tradewind.kernels.triton import sample as sampling  # noqa: E402
+from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
@@ -142,7 +142,17 @@ def test_rope_store(rng, heads, kv_heads, dim, width, with_norm, kv):
     )  # fmt: skip
     out = torch.zeros(tokens, heads * dim, dtype=BF16, device=DEVICE)
     rope.rope_store(
-        qkv, table, slots, k, v, heads=heads, q_weight=weights[0], k_weight=weights[1], eps=1e-6, positions=positions, out=out
+        qkv,
+        table,
+        slots,
+        k,
+        v,
+        heads=heads,
+        q_weight=weights[0],
+        k_weight=weights[1],
+        eps=1e-6,
+        positions=positions,
+        out=out,
     )
     assert difference(out, truth_q) < BF16_TOLERANCE
     tolerance = BF16_TOLERANCE if kv == BF16 else 0.04
@@ -163,12 +173,20 @@ def linear_truth(x, weight, scale, norm_weight, bias, residual, gated):
     return y if residual is None else y + wide(residual)
 
 
-@pytest.mark.parametrize(("gated", "with_norm", "with_residual", "with_bias"), [(False, False, False, True), (True, True, False, True), (False, False, True, False), (False, True, False, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gated", "with_norm", "with_residual", "with_bias"),
+    [(False, False, False, True), (True, True, False, True), (False, False, True, False), (False, True, False, False)],
+)
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("config", [
-    GemvConfig(rows=4, block_k=64, warps=2), GemvConfig(rows=2, block_k=128, warps=4),
-    TileConfig(bm=16, bn=16, bk=32, split=1, warps=4, stages=3), TileConfig(bm=8, bn=16, bk=32, split=2, warps=4, stages=2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemvConfig(rows=4, block_k=64, warps=2),
+        GemvConfig(rows=2, block_k=128, warps=4),
+        TileConfig(bm=16, bn=16, bk=32, split=1, warps=4, stages=3),
+        TileConfig(bm=8, bn=16, bk=32, split=2, warps=4, stages=2),
+    ],
+)
 def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, config):
     rows = 1 if isinstance(config, GemvConfig) else 5
     features, depth = 20, 192
@@ -185,7 +203,9 @@ def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, con
     truth = linear_truth(x, weight, scale, norm_weight, bias, residual, gated)
     workspace = arrived = None
     if isinstance(config, TileConfig) and config.split > 1:
-        workspace = torch.full((skinny.workspace_floats(features, config=config, gated=gated),), float("nan"), device=DEVICE)
+        workspace = torch.full(
+            (skinny.workspace_floats(features, config=config, gated=gated),), float("nan"), device=DEVICE
+        )
         arrived = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     skinny.skinny_linear(
         x, weight, out=out, scale=scale, bias=bias, norm=norm_weight, eps=1e-5, gated=gated, residual=residual,
@@ -204,7 +224,13 @@ def test_tiles_with_fp8_inputs(rng):
     norm.quantise_tokens(x, out=x8, scale=x_scale)
     out = torch.zeros(rows, features, dtype=BF16, device=DEVICE)
     skinny.skinny_linear(
-        x8, weight8, out=out, scale=scale, x_scale=x_scale, gated=True, config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2)
+        x8,
+        weight8,
+        out=out,
+        scale=scale,
+        x_scale=x_scale,
+        gated=True,
+        config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2),
     )
     exact = linear_truth(x8.float() * x_scale[:, None], weight8, scale, None, None, None, True)
     assert difference(out, exact) < BF16_TOLERANCE
@@ -239,7 +265,9 @@ def attention_truth(q, k, v, starts, lengths, table, **options):
 def test_paged_decode(rng, splits, heads, kv_heads, dim, extra):
     lengths = [1, 40, 97]
     kv = FP8 if extra == "fp8" else BF16
-    q, k, v, starts, length, table = paged_case(rng, counts=[1] * 3, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv)
+    q, k, v, starts, length, table = paged_case(
+        rng, counts=[1] * 3, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv
+    )
     options = {
         "heads": heads, "scale": dim**-0.5, "window": 33 if extra == "window" else None,
         "softcap": 2.0 if extra == "softcap" else None, "sinks": normal(rng, heads, dtype=F32) if extra == "sinks" else None,
@@ -248,7 +276,9 @@ def test_paged_decode(rng, splits, heads, kv_heads, dim, extra):
     if extra == "window":
         table[2, : (97 - 33) // PAGE] = 0  # dropped pages
     out = torch.zeros_like(q)
-    workspace = torch.full((decode.decode_workspace_floats(3, heads=heads, head_dim=dim, splits=splits),), float("nan"), device=DEVICE)
+    workspace = torch.full(
+        (decode.decode_workspace_floats(3, heads=heads, head_dim=dim, splits=splits),), float("nan"), device=DEVICE
+    )
     arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
     decode.paged_decode(
         q, k, v, lengths=length, page_table=table, **options, out=out, rows=ints([2]), query_start=starts,
@@ -268,19 +298,29 @@ def test_paged_decode(rng, splits, heads, kv_heads, dim, extra):
 @pytest.mark.parametrize(("kv", "early"), [(BF16, False), (BF16, True), (FP8, True)])
 def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, early):
     heads, kv_heads, dim, lengths = 4, 2, 32, [1, 17, 64, 90]
-    _, k, v, starts, length, table = paged_case(rng, counts=[1] * 4, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv)
+    _, k, v, starts, length, table = paged_case(
+        rng, counts=[1] * 4, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv
+    )
     qkv = normal(rng, 4, (heads + 2 * kv_heads) * dim)
     weights = (normal(rng, dim), normal(rng, dim)) if with_norm else (None, None)
-    angles = reference.rope_angles(torch.arange(100), 10000.0 ** (-torch.arange(0, dim, 2) / dim), scale=1.0).float().to(DEVICE)
+    angles = (
+        reference.rope_angles(torch.arange(100), 10000.0 ** (-torch.arange(0, dim, 2) / dim), scale=1.0)
+        .float()
+        .to(DEVICE)
+    )
     last = [length - 1 for length in lengths]
     slots = ints([int(table[r, p // PAGE]) * PAGE + p % PAGE for r, p in enumerate(last)])
     truth_q, truth_k, truth_v = reference.rope_store(
         wide(qkv), wide(angles)[last], slots.cpu(), torch.nan_to_num(logical(k)), torch.nan_to_num(logical(v)),
         heads=heads, q_weight=wide(weights[0]), k_weight=wide(weights[1]), eps=1e-6,
     )  # fmt: skip
-    truth = reference.attention(truth_q, truth_k, truth_v, starts.cpu(), length.cpu(), table.cpu(), heads=heads, scale=dim**-0.5)
+    truth = reference.attention(
+        truth_q, truth_k, truth_v, starts.cpu(), length.cpu(), table.cpu(), heads=heads, scale=dim**-0.5
+    )
     out = torch.zeros(4, heads * dim, dtype=BF16, device=DEVICE)
-    workspace = torch.full((decode.decode_workspace_floats(4, heads=heads, head_dim=dim, splits=splits),), float("nan"), device=DEVICE)
+    workspace = torch.full(
+        (decode.decode_workspace_floats(4, heads=heads, head_dim=dim, splits=splits),), float("nan"), device=DEVICE
+    )
     decode.paged_decode(
         qkv, k, v, lengths=length, page_table=table, heads=heads, scale=dim**-0.5, angles=angles, q_weight=weights[0],
         k_weight=weights[1], eps=1e-6, out=out, config=DecodeConfig(splits=splits, block_n=16, warps=4, stages=2),
@@ -297,7 +337,9 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, 
 def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma):
     counts, lengths = [20, 1, 7], [20, 35, 60]
     kv = FP8 if extra == "fp8" else BF16
-    q, k, v, starts, length, table = paged_case(rng, counts=counts, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv)
+    q, k, v, starts, length, table = paged_case(
+        rng, counts=counts, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv
+    )
     options = {
         "heads": heads, "scale": dim**-0.5, "window": 18 if extra == "window" else None,
         "softcap": 2.0 if extra == "softcap" else None, "sinks": normal(rng, heads, dtype=F32) if extra == "sinks" else None,
@@ -310,10 +352,22 @@ def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma):
     starts = torch.cat([starts, starts[-1:]])  # an empty row beyond the live ones
     length, table = torch.cat([length, ints([0])]), torch.cat([table, table[:1] * 0])
     prefill.paged_prefill(
-        q, k, v, query_start=starts, lengths=length, page_table=table, **options, out=out, rows=ints([3]), singles=False, config=config
+        q,
+        k,
+        v,
+        query_start=starts,
+        lengths=length,
+        page_table=table,
+        **options,
+        out=out,
+        rows=ints([3]),
+        singles=False,
+        config=config,
     )
     assert not out[20].any(), "singles=False leaves rows of one token alone"
-    prefill.paged_prefill(q, k, v, query_start=starts, lengths=length, page_table=table, **options, out=out, config=config)
+    prefill.paged_prefill(
+        q, k, v, query_start=starts, lengths=length, page_table=table, **options, out=out, config=config
+    )
     assert difference(out, truth) < 1.5 * BF16_TOLERANCE
 
 
@@ -339,9 +393,14 @@ VOCABULARY = 2100
 def test_sample_equals_the_reference(rng, monkeypatch, shape, candidates):
     monkeypatch.setattr(sampling, "CANDIDATES", candidates)  # few: the search takes several passes over the row
     settings = [
-        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.5, "min_p": 0.2}, {"temperature": 2.0, "top_k": 1},
-    ]  # fmt: skip
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.5, "min_p": 0.2},
+        {"temperature": 2.0, "top_k": 1},
+    ]
     logits = torch.randn(len(settings), VOCABULARY, generator=rng) * {"flat": 0.5, "peaked": 6.0, "ties": 1.0}[shape]
     if shape == "ties":
         logits = (logits * 2).round() / 2
@@ -352,12 +411,16 @@ def test_sample_equals_the_reference(rng, monkeypatch, shape, candidates):
         names = {name for setting in settings for name in setting}
         base = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         columns = columns_of(
-            len(settings), seed=seeds, position=positions, **{name: [s.get(name, base[name]) for s in settings] for name in names}
+            len(settings),
+            seed=seeds,
+            position=positions,
+            **{name: [s.get(name, base[name]) for s in settings] for name in names},
         )
         out = torch.full((len(settings),), -7, dtype=torch.int32, device=DEVICE)
         sampling.sample(logits.clone().to(DEVICE), columns, out=out, workspace=workspace)
         truth = [
-            reference.sample(logits[row], seed=seeds[row], position=positions[row], **settings[row]) for row in range(len(settings))
+            reference.sample(logits[row], seed=seeds[row], position=positions[row], **settings[row])
+            for row in range(len(settings))
         ]
         assert out.tolist() == truth
         assert not workspace.arrived.any()
@@ -424,7 +487,12 @@ def test_logprobs(rng):
     tokens = ints([0, 1500, 2099])
     truth = reference.logprobs(logits.double(), tokens.cpu(), top=top)
     blocks = -(-VOCABULARY // sampling.BLOCK)
-    made = {"logprob": torch.zeros(rows), "rank": ints([0] * rows), "ids": torch.zeros(rows, top, dtype=torch.int32), "top": torch.zeros(rows, top)}
+    made = {
+        "logprob": torch.zeros(rows),
+        "rank": ints([0] * rows),
+        "ids": torch.zeros(rows, top, dtype=torch.int32),
+        "top": torch.zeros(rows, top),
+    }
     made = {f"out_{name}": value.to(DEVICE) for name, value in made.items()}
     arrived = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     sampling.logprobs(
@@ -445,13 +513,25 @@ def test_lay_out_equals_the_host(rng):
     table = torch.randint(1, 500, (slots, context // page + 1), generator=rng, dtype=torch.int32)
     slot, start, count = [4, 0, 2], [7, 150, 0], [1, 3, 20]
     made = {
-        "ids": torch.zeros(capacity), "positions": torch.zeros(capacity), "query_start": torch.zeros(limit + 1), "lengths": torch.full((limit,), 9),
-        "write_slots": torch.zeros(capacity), "page_table": torch.zeros(limit, table.shape[1]), "total": torch.zeros(1),
-    }  # fmt: skip
+        "ids": torch.zeros(capacity),
+        "positions": torch.zeros(capacity),
+        "query_start": torch.zeros(limit + 1),
+        "lengths": torch.full((limit,), 9),
+        "write_slots": torch.zeros(capacity),
+        "page_table": torch.zeros(limit, table.shape[1]),
+        "total": torch.zeros(1),
+    }
     made = {name: value.int().to(DEVICE) for name, value in made.items()}
     pad = [99, 99]
     step.lay_out(
-        ints(slot + pad), ints(start + pad), ints(count + pad), ints([3]), tokens.to(DEVICE), table.to(DEVICE), page_tokens=page, **made
+        ints(slot + pad),
+        ints(start + pad),
+        ints(count + pad),
+        ints([3]),
+        tokens.to(DEVICE),
+        table.to(DEVICE),
+        page_tokens=page,
+        **made,
     )
     positions = [p for s, n in zip(start, count, strict=True) for p in range(s, s + n)]
     owner = [s for s, n in zip(slot, count, strict=True) for _ in range(n)]
@@ -459,7 +539,9 @@ def test_lay_out_equals_the_host(rng):
     assert made["lengths"].tolist() == [8, 153, 20, 0, 0]
     assert made["positions"].tolist()[:24] == positions
     assert made["ids"].tolist()[:24] == [int(tokens[s, p]) for s, p in zip(owner, positions, strict=True)]
-    assert made["write_slots"].tolist()[:24] == [int(table[s, p // page]) * page + p % page for s, p in zip(owner, positions, strict=True)]
+    assert made["write_slots"].tolist()[:24] == [
+        int(table[s, p // page]) * page + p % page for s, p in zip(owner, positions, strict=True)
+    ]
     for row, used in enumerate([1, 10, 2]):
         assert torch.equal(made["page_table"][row, :used].cpu(), table[slot[row], :used])
         assert not made["page_table"][row, used:].any()
@@ -467,5 +549,7 @@ def test_lay_out_equals_the_host(rng):
 
 def test_store_sampled():
     tokens, known = torch.zeros(4, 8, dtype=torch.int32, device=DEVICE), ints([1, 1, 1, 1])
-    step.store_sampled(ints([50, -1, 60, 70]), ints([2, 1, 0, 3]), ints([3, 4, 5, 6]), ints([3]), tokens=tokens, known=known)
+    step.store_sampled(
+        ints([50, -1, 60, 70]), ints([2, 1, 0, 3]), ints([3, 4, 5, 6]), ints([3]), tokens=tokens, known=known
+    )
     assert tokens[2, 3] == 50 and tokens[0, 5] == 60 and tokens.sum() == 110 and known.tolist() == [6, 1, 4, 1]

@@ -16,7 +16,9 @@ def is_power_of_two(value):
 @pytest.mark.parametrize("gpu", [*TUNINGS, "a card nobody measured"])
 def test_every_answer_is_valid(gpu):
     tuning = tuned(gpu)
-    for outputs, depth, fp8 in itertools.product((576, 1024, 4096, 14336, 151936), (576, 1024, 1536, 4096, 14336), (False, True)):
+    for outputs, depth, fp8 in itertools.product(
+        (576, 1024, 4096, 14336, 151936), (576, 1024, 1536, 4096, 14336), (False, True)
+    ):
         gemv = tuning.gemv(outputs, depth, fp8=fp8)
         assert all(is_power_of_two(value) for value in (gemv.rows, gemv.block_k, gemv.warps))
         for rows in (2, 16, 17, 32, 64, 65):

@@ -336,13 +336,12 @@ def live_model(path: str, *, options: Options | None = None, **means: Any) -> It
     engine = build_planned(make_plan(Goals(model=path, means=Means(**means))), sinks=(watch,))
     plan = engine.plan
     local = LocalEngine(engine.client, engine.client._loop, watch)
-    eos = tuple(sorted(engine.tokenizer.eos_ids | set(plan.card.eos_ids)))
     template = engine.template
     front = Front(
         client=local,
         tokenizer=engine.tokenizer,
         template=template,
-        intake=Intake(Limits(vocab_size=plan.card.vocab_size, max_context=plan.schedule.max_context, eos_ids=eos)),
+        intake=Intake(Limits.of(plan, eos_ids=engine.tokenizer.eos_ids)),
         model=MODEL,
         max_running=plan.schedule.max_running,
         options=options or Options(),

@@ -217,12 +217,6 @@ def test_wrong_paths_and_methods(server: Live) -> None:
     assert server.send("HEAD", "/health")[0] == 200
 
 
-def test_embeddings_say_why_not(server: Live) -> None:
-    error = server.error("/v1/embeddings", {"input": "a", "model": MODEL}, status=501)
-    assert "hidden states" in error["message"]
-    assert server.error("/v1/embeddings", {"input": ["a", 1]})["param"] == "input"
-
-
 @pytest.mark.parametrize("template", [ChatTemplate("{{ raise_exception('only one turn') }}"), UserError("this model has no chat template")])
 def test_a_template_that_refuses_or_is_not_there_is_told(template: ChatTemplate | UserError) -> None:
     rig = Rig()

@@ -152,6 +152,19 @@ def test_metrics_and_json_logs(tmp_path: Path) -> None:
         assert any(record["message"].startswith("ready on http://") for record in records)
 
 
+def test_forced_tokens_pass_whatever_shape_was_asked_for(tmp_path: Path) -> None:
+    with server(tmp_path, default={"answer": '{"a": 1}'}) as made:
+        messages = [{"role": "user", "content": "the sky"}]
+        shape = {"type": "json_object"}
+        status, body, _ = made.post("/v1/chat/completions", messages=messages, response_format=shape)
+        assert status == 200 and body["choices"][0]["message"]["content"] == '{"a": 1}'
+        connection = made.connection()
+        connection.request("GET", "/")
+        assert b"<html" in connection.getresponse().read()
+        connection.close()
+        assert made.get("/board")[1]["model"] == "scripted"
+
+
 # -- disconnects ---------------------------------------------------------------------------------------------------------
 
 

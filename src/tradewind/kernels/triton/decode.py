@@ -186,7 +186,9 @@ def _decode_kernel(
             tl.store(v_ptr + last_at + d, v_new, mask=live_v)
             k_1_wide = k_1.to(DOT).to(tl.float32)
             k_2_wide = k_2.to(DOT).to(tl.float32)
-            last_score = tl.sum(q1.to(tl.float32) * k_1_wide[None, :], 1) + tl.sum(q2.to(tl.float32) * k_2_wide[None, :], 1)
+            last_score = tl.sum(q1.to(tl.float32) * k_1_wide[None, :], 1) + tl.sum(
+                q2.to(tl.float32) * k_2_wide[None, :], 1
+            )
             last_score = capped(last_score * factor_k, CAP, cap) * LOG2E
             new_top = tl.maximum(top, last_score)
             last_shrink = tl.exp2(top - new_top)
@@ -202,7 +204,9 @@ def _decode_kernel(
             total += tl.exp2(tl.load(sinks_ptr + head, mask=live_h, other=0.0).to(tl.float32) * LOG2E - top)
         result = acc / total[:, None]
         tl.store(
-            out_at + head[:, None] * D + d[None, :], result.to(out_ptr.dtype.element_ty), mask=live_h[:, None] & live_v[None, :]
+            out_at + head[:, None] * D + d[None, :],
+            result.to(out_ptr.dtype.element_ty),
+            mask=live_h[:, None] & live_v[None, :],
         )
         return
 
@@ -221,12 +225,13 @@ def _decode_kernel(
     s = tl.arange(0, SPLITS)
     there = s < splits
     for h in tl.static_range(RATIO):
-        tops = tl.load(
-            part + SPLITS * RATIO * D + s * RATIO + h, mask=there, other=float("-inf"), cache_modifier=".cg"
-        )
+        tops = tl.load(part + SPLITS * RATIO * D + s * RATIO + h, mask=there, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(part + SPLITS * RATIO * (D + 1) + s * RATIO + h, mask=there, other=0.0, cache_modifier=".cg")
         sums = tl.load(
-            part + (s * RATIO + h)[:, None] * D + d[None, :], mask=there[:, None] & live_v[None, :], other=0.0, cache_modifier=".cg"
+            part + (s * RATIO + h)[:, None] * D + d[None, :],
+            mask=there[:, None] & live_v[None, :],
+            other=0.0,
+            cache_modifier=".cg",
         )
         best = tl.max(tops, 0)
         weight = tl.exp2(tops - best)
@@ -271,8 +276,8 @@ def paged_decode(
     float32 or e4m3 (value = stored * scale). lengths int32 [R] counts the new token. page_table int32 [R, P]. rows: int32 [1] on the
     device, live rows. Without query_start row r is token r. sinks [H]: exp(sink) joins the denominator.
     workspace float32 (`decode_workspace_floats`), arrived int32 [R G] zeros (left zero): only for config.splits > 1.
-    early (fused only): lengths, page table and the first tile of older keys are read before the wait for the previous kernel; that kernel must
-    have been launched with `late`, and must not write any of them.
+    early (fused only): lengths, page table and the first tile of older keys are read before the wait for the previous kernel; that kernel
+    must have been launched with `late`, and must not write any of them.
     Source: FlashAttention 2 (Dao 2023), split-KV decode.
     """
     count, kv_heads, page_tokens, dim = lengths.shape[0], *k_pages.shape[1:]

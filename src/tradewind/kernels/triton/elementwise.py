@@ -42,7 +42,15 @@ def _gated_kernel(
 
 @triton.jit
 def _gated_quant_kernel(
-    x_ptr, out_ptr, scale_ptr, count_ptr, F, BLOCK: tl.constexpr, GELU: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    count_ptr,
+    F,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -82,7 +90,14 @@ def gated_activation(
     if scale is not None:
         block = pow2(width)
         _gated_quant_kernel[(tokens,)](
-            x, out, scale, counted, width, BLOCK=block, **flags, **launch_options(pdl=pdl, warps=max(1, min(16, block // 512)))
+            x,
+            out,
+            scale,
+            counted,
+            width,
+            BLOCK=block,
+            **flags,
+            **launch_options(pdl=pdl, warps=max(1, min(16, block // 512))),
         )
     else:
         block = min(block, pow2(width))
@@ -121,7 +136,9 @@ def embed(
 
 
 @triton.jit
-def _gather_kernel(x_ptr, index_ptr, out_ptr, count_ptr, E, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr):
+def _gather_kernel(
+    x_ptr, index_ptr, out_ptr, count_ptr, E, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)

@@ -69,7 +69,9 @@ def add_rms_norm(
 
 
 @triton.jit
-def _quantise_kernel(x_ptr, out_ptr, scale_ptr, count_ptr, E, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr):
+def _quantise_kernel(
+    x_ptr, out_ptr, scale_ptr, count_ptr, E, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr
+):
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)

@@ -186,9 +186,9 @@ def paged_prefill(
 ) -> None:
     """out [T, H D] = causal attention of every row over its own pages, keys of this step included. Same records as kernels/ops.py.
 
-    q [T, H D], its capacity T sets the grid; query_start int32 [R + 1], lengths int32 [R], page_table int32 [R, P], rows int32 [1] live rows,
-    all on the device. Pages [pages, G, B, D] bf16, f16, float32 or e4m3 (value = stored * scale). singles=False leaves rows of one token to
-    `paged_decode`. Sources: FlashAttention 2 (Dao 2023); the tile search as in vLLM's unified kernel, rewritten.
+    q [T, H D], its capacity T sets the grid; query_start int32 [R + 1], lengths int32 [R], page_table int32 [R, P], rows int32 [1] live
+    rows, all on the device. Pages [pages, G, B, D] bf16, f16, float32 or e4m3 (value = stored * scale). singles=False leaves rows of one
+    token to `paged_decode`. Sources: FlashAttention 2 (Dao 2023); the tile search as in vLLM's unified kernel, rewritten.
     """
     capacity, count = q.shape[0], lengths.shape[0]
     kv_heads, page_tokens, dim = k_pages.shape[1:]

@@ -1,12 +1,12 @@
 """The batched sampler and the log-probabilities: no sort, no host sync, no random state.
 
-Knows: the order of steps that kernels/reference.py draws (mask, bias, penalties, temperature, top-k, top-p, min-p, draw). Refuses to know:
-requests, grammars. A row's result depends on its logits, its values, its seed and its position, never on batch mates or on the order in which
-programs finish: what is summed across programs are integers.
+Knows: the order of steps that kernels/reference.py draws (mask, bias, penalties, temperature, top-k, top-p, min-p, draw). Refuses to
+know: requests, grammars. A row's result depends on its logits, its values, its seed and its position, never on batch mates or on the
+order in which programs finish: what is summed across programs are integers.
 
     scatter     only rows with penalties or biases: counts of history tokens into a scratch row, biases onto logits
     steer       [block, row]  mask and penalties; block maximum. The last block of a row to arrive: row maximum; greedy rows are done
-    narrow      [block, row]  only rows with top-k, then those with top-p, three passes each: the range of values that holds the smallest kept
+    narrow      [block, row]  only rows with top-k, then with top-p, three passes each: the range of values that holds the smallest kept
     resolve     [row]         the smallest kept value, and how many of its equals are kept, from the values in that range
     draw        [block, row]  kept mass of each block; the last block of a row to arrive: uniform -> block -> token
 
@@ -219,7 +219,9 @@ def _narrow_kernel(
             low = tl.load(state + 6)
             count_low = tl.load(state + 2)
         # Equal steps of probability; for masses the first pivot shows what lies above top-k's cut.
-        depth = tl.where(e == 0, 24.0, tl.where(e == 1, 16.0, tl.where(e == 2, 11.0, tl.where(e == 3, 8.0, tl.where(e == 4, 5.5, tl.where(e == 5, 3.5, tl.where(e == 6, 2.0, 0.7)))))))  # fmt: skip
+        far = tl.where(e == 0, 24.0, tl.where(e == 1, 16.0, tl.where(e == 2, 11.0, 8.0)))
+        near = tl.where(e == 4, 5.5, tl.where(e == 5, 3.5, tl.where(e == 6, 2.0, 0.7)))
+        depth = tl.where(e < 4, far, near)
         pivots = tl.maximum(ordered(best - depth / inverse).to(tl.int64), low)
         if BY_MASS:
             pivots = tl.where(e == 0, low + 1, pivots)
@@ -234,7 +236,8 @@ def _narrow_kernel(
             return
         pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
     first = block * 4 * CHUNK
-    count, mass = _amounts(logits_ptr + row.to(tl.int64) * V + first, tl.minimum(V - first, 4 * CHUNK), pivots, best, inverse, BY_MASS, CHUNK)
+    slice_ptr = logits_ptr + row.to(tl.int64) * V + first
+    count, mass = _amounts(slice_ptr, tl.minimum(V - first, 4 * CHUNK), pivots, best, inverse, BY_MASS, CHUNK)
     sums = sums_ptr + row * 16
     tl.atomic_add(sums + e, count, sem="relaxed")
     if BY_MASS:
@@ -257,7 +260,9 @@ def _narrow_kernel(
             low > -2147483648, tl.load(state + 7) * _rough_mass(_value(low), best, inverse), 0
         )
         target = tl.maximum((p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64), 1)
-    low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
+    low, high, count_low, count_high, above = _narrow(
+        pivots, count, amount, target, low, high, count_low, count_high, above
+    )
     tl.store(state, low)
     tl.store(state + 1, high)
     tl.store(state + 2, count_low)
@@ -278,7 +283,7 @@ def _resolve_kernel(
     if COUNTED:
         if row >= tl.load(count_ptr):
             return
-    active, best, inverse, k, p = _wanted(row, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, V, BY_MASS)
+    active, best, inverse, _k, _p = _wanted(row, temperature_ptr, top_k_ptr, top_p_ptr, row_max_ptr, V, BY_MASS)
     state = state_ptr + row * 8
     if not BY_MASS:  # no cut, until one is found
         tl.store(cut_ptr + row, -2147483648)
@@ -304,7 +309,9 @@ def _resolve_kernel(
         pivots = low + (high - low) * (e + 1).to(tl.int64) // 9
         count, mass = _amounts(logits, V, pivots, best, inverse, BY_MASS, CHUNK)
         amount = mass if BY_MASS else count
-        low, high, count_low, count_high, above = _narrow(pivots, count, amount, target, low, high, count_low, count_high, above)
+        low, high, count_low, count_high, above = _narrow(
+            pivots, count, amount, target, low, high, count_low, count_high, above
+        )
     if high - low > 1:
         tl.store(filled, 0)
         tl.debug_barrier()
@@ -429,7 +436,7 @@ def _draw_kernel(
 
 @dataclass(frozen=True)
 class SampleWorkspace:
-    """Buffers of the sampler for at most L rows; `arrived`, `sums` and `counts` are zero between calls. counts only if penalties are used."""
+    """Buffers of the sampler for at most L rows; `arrived`, `sums` and `counts` are zero between calls. counts: only for penalties."""
 
     best: Tensor
     best_id: Tensor
@@ -507,15 +514,20 @@ def sample(
     count: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """out[i] (int32) = the token drawn for logits row i; -1 when the row has no finite logit or holds a NaN. Changes logits [L, V] float32.
+    """out[i] (int32) = the token drawn for logits row i; -1 when the row has no finite logit or holds a NaN. Changes logits.
 
-    columns None: every row is greedy (one launch; ties go to the lowest id). filtered=False: no row has top-k or top-p (eight launches less).
-    What is None in columns is used by no row. count: int32 [1] on the device, live rows. Meaning and order: kernels/reference.py:sample.
+    logits float32 [L, V].
+
+    columns None: every row is greedy (one launch; ties go to the lowest id). filtered=False: no row has top-k or top-p (eight launches
+    less). What is None in columns is used by no row. count: int32 [1] on the device, live
+    rows. Meaning and order: kernels/reference.py:sample.
     """
     rows, vocabulary = logits.shape
     w, c = workspace, columns
     blocks = w.best.shape[1]
-    assert blocks == triton.cdiv(vocabulary, BLOCK) and len(w.row_max) >= rows, "the workspace was made for another shape"
+    assert blocks == triton.cdiv(vocabulary, BLOCK) and len(w.row_max) >= rows, (
+        "the workspace was made for another shape"
+    )
     penalised, biased = c is not None and c.history is not None, c is not None and c.bias_start is not None
     counted = {"COUNTED": count is not None}
     live = count if count is not None else w.arrived

@@ -134,7 +134,7 @@ def _tile_kernel(
     for start in range(begin, end, BK):
         w = tl.load(row + (start + column)[None, :], eviction_policy="evict_first")
         x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
-        if DOT == tl.float16 and x.dtype != tl.float16:
+        if tl.float16 == DOT and x.dtype != tl.float16:
             x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
         acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
 
@@ -192,8 +192,8 @@ def skinny_linear(
     x [M, K] bf16 or float32; weight [N, K] bf16 or e4m3 with `scale` float32 [N] (weight = scale * stored), or [2N, K] when gated: gate's
     rows, then up's; then out = activation(gate) * up. bias [N] ([2N] when gated). residual [M, N] is added last and may be `out`. Sums in
     float32. norm [K] (GEMV only): x is divided by its rms and multiplied by norm first.
-    config: a GemvConfig (M = 1) or a TileConfig (M <= bm). Tiles multiply in bf16; FP8 weights in fp16 (exact for them; x saturates at 65504),
-    or in FP8 when x is e4m3 with `x_scale` float32 [M]. A TileConfig with split > 1 needs `workspace` (float32,
+    config: a GemvConfig (M = 1) or a TileConfig (M <= bm). Tiles multiply in bf16; FP8 weights in fp16 (exact for them; x saturates at
+    65504), or in FP8 when x is e4m3 with `x_scale` float32 [M]. A TileConfig with split > 1 needs `workspace` (float32,
     `workspace_floats`) and `arrived` (int32, one zero per tile; left zero).
     late: with pdl, the next kernel starts only when every program of this one has seen the end of its predecessor; what earlier kernels
     wrote may then be read by the next kernel before its own wait.
@@ -227,8 +227,8 @@ def skinny_linear(
     dot = tl.bfloat16 if weight.dtype != FP8 else (tl.float8e4nv if x.dtype == FP8 else tl.float16)
     assert (x_scale is None) == (x.dtype != FP8), "an FP8 input has a scale, others have none"
     _tile_kernel[(triton.cdiv(features, outputs), config.split)](
-        x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x, *extra, out, workspace if workspace is not None else x,
-        arrived if arrived is not None else x, rows, features,
+        x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x, *extra, out,
+        workspace if workspace is not None else x, arrived if arrived is not None else x, rows, features,
         K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=dot, X_SCALED=x_scale is not None,
         **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip

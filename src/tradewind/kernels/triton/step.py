@@ -76,8 +76,8 @@ def lay_out(
 ) -> None:
     """Fills ids, positions, write_slots (int32 [T]), query_start [R + 1], lengths [R], page_table [R, P] and total [1] for one KV group.
 
-    Header: slot, start, count int32 [R], rows int32 [1]. Slots: tokens int32 [S, C], table int32 [S, P]. Rows beyond the live ones get length
-    0 and an empty range; of page_table only the used entries are written. R <= 1024. Oracle: device/layout.py:lay_out.
+    Header: slot, start, count int32 [R], rows int32 [1]. Slots: tokens int32 [S, C], table int32 [S, P]. Rows beyond the live ones get
+    length 0 and an empty range; of page_table only the used entries are written. R <= 1024. Oracle: device/layout.py:lay_out.
     """
     capacity, limit = ids.shape[0], lengths.shape[0]
     assert limit <= 1024, f"{limit} rows in a step, at most 1024"
@@ -92,7 +92,15 @@ def lay_out(
 
 @triton.jit
 def _store_sampled_kernel(
-    sampled_ptr, slot_ptr, position_ptr, rows_ptr, tokens_ptr, known_ptr, tokens_stride, R: tl.constexpr, PDL: tl.constexpr
+    sampled_ptr,
+    slot_ptr,
+    position_ptr,
+    rows_ptr,
+    tokens_ptr,
+    known_ptr,
+    tokens_stride,
+    R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -114,5 +122,13 @@ def store_sampled(
     sampled int32 [L], slot int32 [L], position int32 or int64 [L], rows int32 [1]; tokens int32 [S, C], known int32 [S].
     """
     _store_sampled_kernel[(1,)](
-        sampled, slot, position, rows, tokens, known, tokens.stride(0), R=pow2(sampled.shape[0]), **launch_options(pdl=pdl, warps=4)
+        sampled,
+        slot,
+        position,
+        rows,
+        tokens,
+        known,
+        tokens.stride(0),
+        R=pow2(sampled.shape[0]),
+        **launch_options(pdl=pdl, warps=4),
     )

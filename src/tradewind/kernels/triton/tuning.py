@@ -1,8 +1,8 @@
 """Tuned launch constants, a table per GPU name. Nothing tunes at start.
 
 Knows: which constants benchmarks/kernels.py found best on which GPU, and rules for shapes that were not measured. Refuses to know: kernels.
-A GPU that is not in the table is served by the entry of the H200: its constants are valid (though not best) on any GPU of compute capability
-8.0 or more with 160 KB of shared memory a program.
+A GPU that is not in the table is served by the entry of the H200: its constants are valid (though not best) on any GPU of compute
+capability 8.0 or more with 160 KB of shared memory a program.
 """
 
 from __future__ import annotations
@@ -92,10 +92,16 @@ class Tuning:
     def decode(self, rows: int, longest: int) -> DecodeConfig:
         """Constants of attention for a bucket of one-token rows with at most `longest` keys each."""
         if rows <= 2:
-            return DecodeConfig(8, 32, 2, 2) if longest <= 512 else DecodeConfig(32, 32, 2, 2) if longest <= 2048 else DecodeConfig(32, 64, 4, 2)
+            if longest <= 2048:
+                return DecodeConfig(8 if longest <= 512 else 32, 32, 2, 2)
+            return DecodeConfig(32, 64, 4, 2)
         if rows <= 16:
             return DecodeConfig(8, 32, 2, 3)
-        return DecodeConfig(1, 128, 8, 3) if rows <= 48 and longest <= 4096 else DecodeConfig(1 if longest <= 8192 else 4, 128, 4, 2)
+        return (
+            DecodeConfig(1, 128, 8, 3)
+            if rows <= 48 and longest <= 4096
+            else DecodeConfig(1 if longest <= 8192 else 4, 128, 4, 2)
+        )
 
     def prefill(self, head_dim: int, page_tokens: int) -> PrefillConfig:
         """Constants of attention for rows of several tokens."""
