@@ -218,7 +218,7 @@ class LLM:
         return [_vector(handle, dimensions=dimensions) for handle in handles]
 
     def prepare_embeddings(
-        self, texts: Sequence[Text], *, pooling: Pooling | None, normalise: bool, dimensions: int | None
+        self, texts: Sequence[Prompt], *, pooling: Pooling | None, normalise: bool, dimensions: int | None
     ) -> list[Request]:
         """One Request per text, nothing queued yet. Raises RequestError or UserError naming what is wrong."""
         if self._closed:

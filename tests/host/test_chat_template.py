@@ -402,3 +402,11 @@ def test_threads_do_not_share_a_meter() -> None:
     for thread in threads:
         thread.join()
     assert results == ["x" * 2000] * 4
+
+
+def test_a_turn_without_content_is_empty_text_unless_the_template_knows_none() -> None:
+    turn = [{"role": "assistant", "content": None, "tool_calls": []}]
+    joined = ChatTemplate("{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}")
+    assert joined.render(turn) == "assistant:"
+    asked = ChatTemplate("{% for m in messages %}{{ 'no text' if m.content is none else m.content }}{% endfor %}")
+    assert asked.render(turn) == "no text"

@@ -1,4 +1,4 @@
-"""Requests for embeddings in the host wing: what is refused, how whole prompts share steps, what a script makes up; and the runner's sums."""
+"""Requests for embeddings in the host wing: what is refused, how whole prompts share steps; and the runner's sums."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_dimensions() -> None:
     unknown.check_dimensions(9)
     with pytest.raises(RequestError, match="dimensions is 9; it must be a whole number from 1 to 8"):
         unknown.check_dimensions(9, size=8)
-    with pytest.raises(RequestError, match="from 1$"):
+    with pytest.raises(RequestError, match=r"from 1$"):
         unknown.check_dimensions(0)
 
 
@@ -88,7 +88,7 @@ def test_a_prompt_may_fill_the_context() -> None:
     engine.scheduler.add(asked("full", 40), 0.0)
     with pytest.raises(LimitError, match="the text has 41 tokens but the context limit is 40: shorten the text by at least 1 tokens"):
         engine.scheduler.add(asked("over", 41), 0.0)
-    with pytest.raises(LimitError, match=r"needs 44 tokens \(11 pages\) of cache, but the cache holds 40 tokens \(10 pages\), 1 pages short"):
+    with pytest.raises(LimitError, match=r"needs 44 tokens \(11 pages\) of cache, but .* 40 tokens \(10 pages\), 1 pages short"):
         Engine(cache=cache_plan(pages=(11,))).scheduler.add(asked("pages", 41), 0.0)
     with pytest.raises(LimitError, match="in which it must be computed whole, has 16"):
         Engine(schedule=whole(max_tokens_per_step=16)).scheduler.add(asked("step", 17), 0.0)

@@ -168,7 +168,8 @@ def test_plain_ops_do_the_same() -> None:
     q, out = floats(rng, 23, 64), np.zeros((23, 64), np.float32)
     ops.attention(q, kv, rows, heads=4, scale=0.25, window=None, softcap=None, sinks=None, out=out, causal=False)
     wanted = reference.attention(
-        torch.tensor(q).double(), kv.k.double(), kv.v.double(), *(torch.tensor(a) for a in (rows.query_start, rows.lengths, rows.page_table)),
+        torch.tensor(q).double(), kv.k.double(), kv.v.double(),
+        *(torch.tensor(a) for a in (rows.query_start, rows.lengths, rows.page_table)),
         heads=4, scale=0.25, causal=False,
     )  # fmt: skip
     assert error(out, wanted) < 1e-6

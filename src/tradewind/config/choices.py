@@ -450,8 +450,8 @@ def choose_wanted_context(goals: Goals, *, card: ModelCard) -> int:
     if not card.causal and step is not None:
         if goals.max_context is not None and goals.max_context > step:
             raise LimitError(
-                f"max_context is {goals.max_context} tokens and max_tokens_per_step {step}, but '{card.name}' is an encoder, which computes "
-                f"a text in one step: raise max_tokens_per_step to {goals.max_context} or lower max_context to {step}"
+                f"max_context is {goals.max_context} tokens and max_tokens_per_step {step}, but '{card.name}' is an encoder, "
+                f"which computes a text in one step: raise max_tokens_per_step to {goals.max_context} or lower max_context to {step}"
             )
         return goals.max_context or min(card.max_positions, step)
     if goals.max_context is None:

@@ -81,6 +81,6 @@ def _check_pooling(request: Request, *, cache: KVCache, schedule: SchedulePlan, 
         if need > have:
             size = cache.page_tokens
             raise LimitError(
-                f"the text has {prompt} tokens, which needs {need * size} tokens ({need} pages) of cache, but the cache holds {have * size} "
-                f"tokens ({have} pages), {need - have} pages short; shorten the text or give the cache more memory"
+                f"the text has {prompt} tokens, which needs {need * size} tokens ({need} pages) of cache, but the cache holds "
+                f"{have * size} tokens ({have} pages), {need - have} pages short; shorten the text or give the cache more memory"
             )

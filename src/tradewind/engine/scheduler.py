@@ -141,7 +141,9 @@ class Scheduler:
             if self._grammars is None:
                 raise RequestError("the request has a grammar, but this engine was started without structured output")
             self._grammars.open(request.grammar)
-        sequence = Sequence(request, arrived_s=now, place=self._places)
+        # The front's own time, where it is given: what a request waited in the inbox is waiting too.
+        arrived_s = min(now, request.arrived_s) if request.arrived_s > 0 else now
+        sequence = Sequence(request, arrived_s=arrived_s, place=self._places)
         self._places += 1
         self._live[request.id] = sequence
         if request.deadline_s is not None:
@@ -149,7 +151,7 @@ class Scheduler:
         self._out.append(
             Arrived(
                 request_id=request.id,
-                at_s=now,
+                at_s=arrived_s,
                 prompt_tokens=sequence.prompt_tokens,
                 tenant=request.tenant,
                 priority=request.priority,

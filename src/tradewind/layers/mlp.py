@@ -15,6 +15,7 @@ class GatedMLP:
 
     def __init__(self, build: Build, weights: Weights) -> None:
         card = build.card
+        assert card.activation != "gelu", "a gated block takes silu or the tanh form of gelu"
         self.gate_up = GatedLinear(
             build,
             weights,

@@ -63,6 +63,7 @@ class ChatTemplate:
         environment = metered_environment(self._current_meter, now=now)
         try:
             tree = environment.parse(source)
+            self._knows_none = "none" in source.lower()
             self._parts = _content_parts(tree)
             self._template: Template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
@@ -167,6 +168,8 @@ class ChatTemplate:
             )
         elif isinstance(content, str) and self._parts == "parts":
             copy["content"] = [{"type": "text", "text": content}]
+        elif content is None and "content" in copy and not self._knows_none:
+            copy["content"] = ""  # a turn of tool calls only; most templates join it to other text
         return copy
 
 

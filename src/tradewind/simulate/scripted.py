@@ -21,7 +21,17 @@ import numpy as np
 
 from tradewind.contract.errors import EngineDeadError
 from tradewind.contract.kv import KVGroup
-from tradewind.contract.step import Enter, Floats, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
+from tradewind.contract.step import (
+    Enter,
+    Floats,
+    Ints,
+    RowLogprobs,
+    Step,
+    StepResult,
+    TokenLogprobs,
+    Wants,
+    frozen_ints,
+)
 from tradewind.simulate import made_up
 from tradewind.simulate.clock import Clock, VirtualClock
 
