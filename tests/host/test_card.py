@@ -235,7 +235,7 @@ def test_yarn_stretches_the_context() -> None:
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known are gemma3"),
+    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known are bert, gemma3"),
     ({"model_type": None}, "'model_type' is None"),
     ({"hidden_size": None}, "'hidden_size' is None"),
     ({"hidden_size": "64"}, "'hidden_size' is '64'"),

@@ -14,7 +14,7 @@ from tradewind import __version__, cli
 from tradewind.config.techniques import TECHNIQUES
 from tradewind.contract.errors import EngineDeadError, UserError
 
-COMMANDS = ("generate", "chat", "plan", "serve", "techniques", "bench")
+COMMANDS = ("generate", "chat", "embed", "plan", "serve", "techniques", "bench")
 
 
 class Keyboard(io.StringIO):

@@ -17,6 +17,9 @@ from tradewind.contract.events import Scheduled, TokensOut
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.contract.step import Enter, Step, Wants, frozen_ints
 from tradewind.engine.budget import split_whole
+from tradewind.engine.loop import Add
+from tradewind.engine.stats import EngineStats
+from tradewind.engine.wire import ANSWERS, ORDERS, Batch, batch_of, reports_of
 from tradewind.runner.pooling import NOT_FINITE, PoolingSlots
 from tradewind.serving.embedding import vector_of
 from tradewind.serving.intake import Intake, Limits
@@ -86,9 +89,13 @@ def test_an_encoder_takes_no_request_to_generate() -> None:
 def test_a_prompt_may_fill_the_context() -> None:
     engine = Engine(schedule=schedule_plan(max_context=40))
     engine.scheduler.add(asked("full", 40), 0.0)
-    with pytest.raises(LimitError, match="the text has 41 tokens but the context limit is 40: shorten the text by at least 1 tokens"):
+    with pytest.raises(
+        LimitError, match="the text has 41 tokens but the context limit is 40: shorten the text by at least 1 tokens"
+    ):
         engine.scheduler.add(asked("over", 41), 0.0)
-    with pytest.raises(LimitError, match=r"needs 44 tokens \(11 pages\) of cache, but .* 40 tokens \(10 pages\), 1 pages short"):
+    with pytest.raises(
+        LimitError, match=r"needs 44 tokens \(11 pages\) of cache, but .* 40 tokens \(10 pages\), 1 pages short"
+    ):
         Engine(cache=cache_plan(pages=(11,))).scheduler.add(asked("pages", 41), 0.0)
     with pytest.raises(LimitError, match="in which it must be computed whole, has 16"):
         Engine(schedule=whole(max_tokens_per_step=16)).scheduler.add(asked("step", 17), 0.0)
@@ -151,7 +158,9 @@ def test_split_whole() -> None:
     st.integers(9, 40),
     st.sampled_from([1, 2, 3]),
 )
-def test_whole_prompts_share_steps(traffic: list[tuple[int, int]], step: int, running: int, pages: int, flying: int) -> None:
+def test_whole_prompts_share_steps(
+    traffic: list[tuple[int, int]], step: int, running: int, pages: int, flying: int
+) -> None:
     """Any traffic: each text is one row of one step, no step is over its budget, every text gets its vector."""
     engine = Engine(
         cache=cache_plan(pages=(pages,), prefix_cache=False),
@@ -194,7 +203,9 @@ def enter(slot: int, pooling: Any, *, normalise: bool = False) -> Enter:
     )  # fmt: skip
 
 
-def take(slots: PoolingSlots, rows: list[tuple[int, int, int, Wants]], hidden: Any) -> tuple[dict[int, Any], dict[int, str]]:
+def take(
+    slots: PoolingSlots, rows: list[tuple[int, int, int, Wants]], hidden: Any
+) -> tuple[dict[int, Any], dict[int, str]]:
     step = step_of(rows)
     failed: dict[int, str] = {}
     starts = frozen_ints([0, *np.cumsum(step.count)])
@@ -241,3 +252,13 @@ def test_vector_of() -> None:
     np.testing.assert_allclose(vector_of(raw, dimensions=2), [0.6, 0.8])
     assert vector_of(raw, dimensions=2, normalise=False).tolist() == [3, 4]
     assert not vector_of(np.zeros(3, np.float32).tobytes(), dimensions=2).any()
+
+
+def test_a_vector_crosses_the_process_border() -> None:
+    raw = np.arange(5, dtype=np.float32).tobytes()
+    out = TokensOut(request_id="r", at_s=1.0, tokens=(), finish="stop", embedding=raw)
+    stats = EngineStats()
+    back = ANSWERS.decode(msgspec.msgpack.encode(batch_of([out], stats)))
+    assert isinstance(back, Batch) and reports_of(back) == [out]
+    order = ORDERS.decode(msgspec.msgpack.encode(Add(asked("r", 3, normalise=False))))
+    assert isinstance(order, Add) and order.request == asked("r", 3, normalise=False)

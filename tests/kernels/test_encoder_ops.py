@@ -36,7 +36,9 @@ def test_reference_is_torchs() -> None:
     added, normed = reference.add_layer_norm(x, delta, weight, bias, eps=1e-12)
     torch.testing.assert_close(added, x + delta)
     torch.testing.assert_close(normed, F.layer_norm(x + delta, (33,), weight, bias, 1e-12))
-    torch.testing.assert_close(reference.add_layer_norm(x, None, weight, bias, eps=0.5)[1], F.layer_norm(x, (33,), weight, bias, 0.5))
+    torch.testing.assert_close(
+        reference.add_layer_norm(x, None, weight, bias, eps=0.5)[1], F.layer_norm(x, (33,), weight, bias, 0.5)
+    )
     torch.testing.assert_close(reference.gelu(9 * x), F.gelu(9 * x))
 
 
@@ -47,7 +49,9 @@ def test_reference_attention_to_all_is_torchs() -> None:
     for row, n in enumerate(lengths):
         keys, values = (pages[table[row].long()].flatten(0, 1)[:n].transpose(0, 1) for pages in (k, v))
         query = q[start[row] : start[row + 1]].reshape(n, HEADS, DIM).transpose(0, 1)
-        wanted = F.scaled_dot_product_attention(query[None], keys[None], values[None], scale=0.3, enable_gqa=HEADS != KV_HEADS)[0]
+        wanted = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], scale=0.3, enable_gqa=HEADS != KV_HEADS
+        )[0]
         torch.testing.assert_close(out[start[row] : start[row + 1]].reshape(n, HEADS, DIM).transpose(0, 1), wanted)
 
 
@@ -81,7 +85,9 @@ def test_add_layer_norm_matches(isa: int, columns: int) -> None:
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_gelu_matches_over_the_whole_range(isa: int) -> None:
-    x = np.concatenate([np.linspace(-12, 12, 6001), np.geomspace(1e-6, 1e3, 995), [0.0, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    x = np.concatenate(
+        [np.linspace(-12, 12, 6001), np.geomspace(1e-6, 1e3, 995), [0.0, np.inf, -np.inf, np.nan]]
+    ).astype(np.float32)
     x = x.reshape(4, -1)
     with cpu_ops(isa=isa) as ops:
         out = x.copy()

@@ -158,7 +158,9 @@ def test_what_sentence_transformers_says() -> None:
     config = {"model_type": "bert", **BASE}
 
     def card(**sentence: Any) -> Any:
-        return card_from_hf(config, name="b", sentence={name.replace("__", "."): value for name, value in sentence.items()})
+        return card_from_hf(
+            config, name="b", sentence={name.replace("__", "."): value for name, value in sentence.items()}
+        )
 
     flags = dict.fromkeys(("pooling_mode_cls_token", "pooling_mode_mean_tokens", "pooling_mode_max_tokens"), False)
     assert card(pooling__json={**flags, "pooling_mode_cls_token": True}).pooling == "cls"
@@ -179,7 +181,9 @@ def test_what_sentence_transformers_says() -> None:
 def test_a_decoder_may_state_its_pooling_too(tmp_path: Path) -> None:
     make_bert(tmp_path)
     (tmp_path / "3_Pool").mkdir()
-    (tmp_path / "modules.json").write_text('[{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "3_Pool"}]')
+    (tmp_path / "modules.json").write_text(
+        '[{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "3_Pool"}]'
+    )
     (tmp_path / "3_Pool" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
     checkpoint = open_checkpoint(tmp_path)

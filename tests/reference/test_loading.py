@@ -216,7 +216,8 @@ def test_names_are_tables_without_gaps() -> None:
     for name, family in FAMILIES.items():
         places = list(family.hf_places.values())
         assert len(set(places)) == len(places), name
-        assert set(family.gguf_names.values()) == set(family.hf_places), name
+        if family.gguf_names:  # encoders are not read from GGUF files
+            assert set(family.gguf_names.values()) == set(family.hf_places), name
         assert set(family.gguf_interleaved) <= set(places), name
 
 

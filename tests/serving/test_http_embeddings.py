@@ -78,7 +78,11 @@ def test_base64_and_dimensions(server: Live) -> None:
         ({"input": ["a", ""]}, "input[1]", "input[1] is empty"),
         ({"input": ["a", 1]}, "input", "mixes token ids"),
         ({"input": [[]]}, "input", "is empty"),
-        ({"input": [5, VOCAB]}, "input", f"prompt token {VOCAB} is not a token id; the vocabulary has 0 to {VOCAB - 1}"),
+        (
+            {"input": [5, VOCAB]},
+            "input",
+            f"prompt token {VOCAB} is not a token id; the vocabulary has 0 to {VOCAB - 1}",
+        ),
         ({"input": [3] * 513}, "input", "513 tokens; the limit is 512 (1 too many)"),
         ({"input": ["a", "b" * 600]}, "input[1]", "601 tokens; the limit is 512 (89 too many)"),
         ({"input": ["a"] * 33}, "input", "input has 33 texts; one request may have 32"),

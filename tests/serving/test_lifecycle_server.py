@@ -181,6 +181,16 @@ def test_a1_a_client_that_leaves_stops_its_generation_within_a_second(tmp_path: 
         assert made.stats()["steps"] == steps
 
 
+def test_a1_the_same_of_a_client_that_waits_for_a_whole_answer(tmp_path: Path) -> None:
+    with server(tmp_path, **SLOW) as made:
+        connection = made.connection()
+        body = json.dumps({"prompt": "hi", "max_tokens": 4000, "n": 3})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_until(lambda: made.stats()["running"] == 3, limit_s=3)
+        connection.close()
+        wait_until(lambda: made.stats()["running"] == 0 and made.stats()["pages_used"] == [0], limit_s=1)
+
+
 # -- the engine's death --------------------------------------------------------------------------------------------------
 
 

@@ -89,9 +89,7 @@ def sentence_facts(card: ModelCard, sentence: Mapping[str, Any]) -> dict[str, An
     if isinstance(given, Mapping):
         # Texts beyond it are cut there by the library that wrote the file; here they are refused.
         fields = Fields(given, origin=f"sentence_bert_config.json of '{card.name}'")
-        decided["max_positions"] = min(
-            card.max_positions, fields.whole("max_seq_length", default=card.max_positions)
-        )
+        decided["max_positions"] = min(card.max_positions, fields.whole("max_seq_length", default=card.max_positions))
     return decided
 
 

@@ -215,9 +215,9 @@ class Ops(Protocol):
         out: Tensor,
         causal: bool = True,
     ) -> None:
-        """Paged attention. q, out [T, H * D]. Causal: position p sees 0 .. p; with a window w it sees p - w + 1 .. p. Not causal: every token
-        sees all `lengths` keys of its row, and there is no window (an encoder, whose whole text is one row of one step). Softmax in
-        float32; `sinks` [H] adds exp(sink) to the denominator; softcap c: scores -> c tanh(scores / c)."""
+        """Paged attention. q, out [T, H * D]. Causal: position p sees 0 .. p; with a window w it sees p - w + 1 .. p. Not causal: every
+        token sees all `lengths` keys of its row, without a window (an encoder, whose whole text is one row of a step).
+        Softmax in float32; `sinks` [H] adds exp(sink) to the denominator; softcap c: scores -> c tanh(scores / c)."""
 
     def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:
         """out[i] = x[index[i]]; index int32 [L]."""

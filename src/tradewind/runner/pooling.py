@@ -54,18 +54,22 @@ class PoolingSlots:
         rows: Ints = np.flatnonzero(step.wants >= Wants.HIDDEN).astype(np.int32)
         return rows
 
-    def take(self, step: Step, rows: Ints, hidden: Floats, query_start: Ints, failed: dict[int, str]) -> dict[int, Floats]:
+    def take(
+        self, step: Step, rows: Ints, hidden: Floats, query_start: Ints, failed: dict[int, str]
+    ) -> dict[int, Floats]:
         """Adds the rows' hidden states [T, E] to what their slots keep; the vectors of those whose prompts are whole, by row.
 
         `failed` gets the rows with values that are not finite.
         """
         done: dict[int, Floats] = {}
-        for row in rows.tolist():
+        for row in map(int, rows):
             slot, start = int(step.slot[row]), int(step.start[row])
             states = hidden[int(query_start[row]) : int(query_start[row + 1])]
             kept = self._kept[slot]
             if kept.pooling == "mean":
-                assert kept.tokens == start, f"slot {slot}: hidden states of {kept.tokens} tokens were kept, the row starts at {start}"
+                assert kept.tokens == start, (
+                    f"slot {slot}: hidden states of {kept.tokens} tokens were kept, the row starts at {start}"
+                )
                 part = states.sum(axis=0, dtype=np.float64)
                 kept.sum = part if kept.sum is None else kept.sum + part
                 kept.tokens += len(states)

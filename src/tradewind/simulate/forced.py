@@ -100,7 +100,9 @@ class ForcedExecutor:
             offset=offset,
             tokens=tokens,
             logprobs=logprobs,
-            hidden={} if not (pooled := step.wants == Wants.HIDDEN).any() else self._hidden(step, np.flatnonzero(pooled)),
+            hidden={}
+            if not (pooled := step.wants == Wants.HIDDEN).any()
+            else self._hidden(step, np.flatnonzero(pooled)),
             failed=failed,
             device_s=takes,
         )
