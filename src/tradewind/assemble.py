@@ -223,9 +223,7 @@ def build_planned(
                 raise tokenizer
             template = _template(tokenizer)
         with phases("engine"):
-            scheduler = Scheduler(
-                schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars
-            )
+            scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars)
             loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
             client = LocalClient(loop)
         undo.pop_all()

@@ -201,7 +201,9 @@ class LLM:
         divides by the length. `dimensions` keeps the leading values, for models that were trained for it. Nothing is queued unless
         every text is acceptable; raises RequestError naming what is wrong.
         """
-        requests = self.prepare_embeddings(_as_batch(texts), pooling=pooling, normalise=normalise, dimensions=dimensions)
+        requests = self.prepare_embeddings(
+            _as_batch(texts), pooling=pooling, normalise=normalise, dimensions=dimensions
+        )
         client = self._engine.client
         handles: list[Handle] = []
         try:
@@ -426,9 +428,7 @@ class AsyncLLM:
         self, text: Text, *, pooling: Pooling | None = None, normalise: bool = True, dimensions: int | None = None
     ) -> Floats:
         """The embedding of one text, as `LLM.embed`. Many at once: `asyncio.gather`."""
-        (request,) = self._llm.prepare_embeddings(
-            [text], pooling=pooling, normalise=normalise, dimensions=dimensions
-        )
+        (request,) = self._llm.prepare_embeddings([text], pooling=pooling, normalise=normalise, dimensions=dimensions)
         handle = self._llm.engine.client.submit(request, stream=False)
         try:
             async for _ in handle:

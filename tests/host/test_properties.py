@@ -77,7 +77,9 @@ def traffic(draw: st.DrawFn, windows: tuple[int | None, ...]) -> list[tuple[int,
         out.extend((turn, "add", request_like(base, f"{name}.{i}", parent=name)) for i in range(samples))
         if draw(st.integers(0, 3)) == 0:
             pooling = draw(st.sampled_from(["last", "mean", "cls"]))
-            out.append((turn + draw(st.integers(0, 3)), "add", request(f"e{number}", prompt, max_tokens=0, pooling=pooling)))
+            out.append(
+                (turn + draw(st.integers(0, 3)), "add", request(f"e{number}", prompt, max_tokens=0, pooling=pooling))
+            )
         if draw(st.integers(0, 4)) == 0:
             out.append((turn + draw(st.integers(0, 10)), draw(st.sampled_from(["cancel", "finish"])), name))
     return sorted(out, key=lambda item: item[0])

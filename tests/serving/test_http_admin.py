@@ -30,7 +30,12 @@ def server() -> Iterator[Live]:
 def test_api_keys() -> None:
     with live(says={"greet": "hello"}, options=Options(api_keys=("one", "two"))) as server:
         body = chat_body("greet")
-        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "one"}, {"Authorization": "Basic one"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer three"},
+            {"Authorization": "one"},
+            {"Authorization": "Basic one"},
+        ):
             error = server.error(CHAT, body, status=401, headers=headers)
             assert error["code"] == "invalid_api_key" and error["type"] == "authentication_error"
             assert "three" not in error["message"] and "one" not in error["message"].split()
@@ -103,7 +108,9 @@ def test_over_the_queue_limit_there_is_a_429_with_retry_after() -> None:
     with live(max_running=2, step_s=0.01, options=Options(max_queue=3), max_context=4096) as server:
         bodies = [chat_body(f"x{i}", max_tokens=60) for i in range(12)]
         found: list[tuple[int, dict[str, str], bytes]] = []
-        threads = [threading.Thread(target=lambda b=body: found.append(server.send("POST", CHAT, b))) for body in bodies]
+        threads = [
+            threading.Thread(target=lambda b=body: found.append(server.send("POST", CHAT, b))) for body in bodies
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -188,13 +195,20 @@ def test_models(server: Live) -> None:
 
 def test_tokenize_and_detokenize(server: Live) -> None:
     got = server.post("/tokenize", {"prompt": "né", "return_token_strs": True})
-    assert got == {"count": 4, "max_model_len": 512, "tokens": [BOS, 110, 195, 169], "token_strs": ["<s>", "n", "\ufffd", "\ufffd"]}
+    assert got == {
+        "count": 4,
+        "max_model_len": 512,
+        "tokens": [BOS, 110, 195, 169],
+        "token_strs": ["<s>", "n", "\ufffd", "\ufffd"],
+    }
     assert server.post("/tokenize", {"prompt": "n", "add_special_tokens": False})["tokens"] == [110]
     assert server.post("/detokenize", {"tokens": [BOS, 110, 195, 169]}) == {"prompt": "<s>né"}
     assert server.post("/detokenize", {"tokens": [BOS, 110], "skip_special_tokens": True}) == {"prompt": "n"}
     assert server.error("/detokenize", {"tokens": [1, 264]})["param"] == "tokens[1]"
     assert server.error("/tokenize", {})["param"] == "prompt"
-    assert server.error("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]})["param"] == "prompt"
+    assert (
+        server.error("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "x"}]})["param"] == "prompt"
+    )
     assert server.error("/tokenize", {"prompt": "a", "tools": []})["param"] == "tools"
     long = "word " * 5000
     assert server.post("/tokenize", {"prompt": long})["count"] == len(long) + 1

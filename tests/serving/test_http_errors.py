@@ -123,7 +123,9 @@ def test_values_out_of_range(server: Live, field: str, value: Any, message: str)
         (RESPONSES, {"input": "a", "max_output_tokens": 10_000}, "max_output_tokens", "max_output_tokens is 10000"),
     ],
 )  # fmt: skip
-def test_fields_that_cannot_be_honoured(server: Live, path: str, fields: dict[str, Any], param: str, words: str) -> None:
+def test_fields_that_cannot_be_honoured(
+    server: Live, path: str, fields: dict[str, Any], param: str, words: str
+) -> None:
     body = (chat_body("greet") if path == CHAT else {}) | fields
     status = 404 if param == "model" else 400
     for stream in (False, True):
@@ -203,7 +205,9 @@ def test_bodies_over_the_limit(server: Live) -> None:
     assert "20000" in error["message"]
     # Chunked, so that the size is not told before.
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         for _ in range(6):
             sock.sendall(b"1000\r\n" + b" " * 4096 + b"\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 413")
@@ -217,7 +221,9 @@ def test_wrong_paths_and_methods(server: Live) -> None:
     assert server.send("HEAD", "/health")[0] == 200
 
 
-@pytest.mark.parametrize("template", [ChatTemplate("{{ raise_exception('only one turn') }}"), UserError("this model has no chat template")])
+@pytest.mark.parametrize(
+    "template", [ChatTemplate("{{ raise_exception('only one turn') }}"), UserError("this model has no chat template")]
+)
 def test_a_template_that_refuses_or_is_not_there_is_told(template: ChatTemplate | UserError) -> None:
     rig = Rig()
     app = make_app(dataclasses.replace(rig.front, template=template))
@@ -225,7 +231,9 @@ def test_a_template_that_refuses_or_is_not_there_is_told(template: ChatTemplate 
         server = Live(port, rig, app)
         for path, body, param in ((CHAT, chat_body("x"), "messages"), (RESPONSES, {"input": "x"}, "input")):
             error = server.error(path, body)
-            assert ("only one turn" in error["message"] or error["code"] == "no_chat_template") and error["param"] == param
+            assert ("only one turn" in error["message"] or error["code"] == "no_chat_template") and error[
+                "param"
+            ] == param
 
 
 def test_a_row_that_fails_ends_its_request_only() -> None:

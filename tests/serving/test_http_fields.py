@@ -71,7 +71,11 @@ def test_top_k_of_minus_one_means_all(server: Live) -> None:
 
 def test_stop_token_ids_and_end_of_text_are_no_part_of_the_text(server: Live) -> None:
     choice = server.chat("greet", stop_token_ids=[ord("t")], return_token_ids=True)["choices"][0]
-    assert choice["message"]["content"] == "hello " and choice["stop_reason"] == ord("t") and choice["finish_reason"] == "stop"
+    assert (
+        choice["message"]["content"] == "hello "
+        and choice["stop_reason"] == ord("t")
+        and choice["finish_reason"] == "stop"
+    )
     assert bytes(choice["token_ids"]) == b"hello t"
     choice = server.chat("greet", stop_token_ids=[ord("t")], include_stop_str_in_output=True)["choices"][0]
     assert choice["message"]["content"] == "hello t"
@@ -88,7 +92,9 @@ def test_min_tokens_passes_over_early_stop_strings(server: Live) -> None:
 
 @pytest.mark.parametrize("skip", [None, True, False])
 def test_special_tokens_are_skipped_unless_asked_for(server: Live, skip: bool | None) -> None:
-    text = server.chat("special", skip_special_tokens=skip, ignore_eos=True, max_tokens=4)["choices"][0]["message"]["content"]
+    text = server.chat("special", skip_special_tokens=skip, ignore_eos=True, max_tokens=4)["choices"][0]["message"][
+        "content"
+    ]
     assert text == ("hi<s>!" if skip is False else "hi!")
 
 
@@ -133,8 +139,12 @@ def test_usage_in_streams(server: Live) -> None:
     always = server.chat_stream("greet", stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [event["usage"]["completion_tokens"] for event in always]
     assert counts == sorted(counts) and counts[-1] == len("hello there") + 1
-    assert all(e["usage"]["total_tokens"] == e["usage"]["prompt_tokens"] + e["usage"]["completion_tokens"] for e in always)
-    texts = server.stream("/v1/completions", {"prompt": "greet", "max_tokens": 30, "stream_options": {"include_usage": True}})
+    assert all(
+        e["usage"]["total_tokens"] == e["usage"]["prompt_tokens"] + e["usage"]["completion_tokens"] for e in always
+    )
+    texts = server.stream(
+        "/v1/completions", {"prompt": "greet", "max_tokens": 30, "stream_options": {"include_usage": True}}
+    )
     assert texts[-1]["choices"] == [] and texts[-1]["usage"]["completion_tokens"] == len("hello there") + 1
 
 
@@ -182,7 +192,9 @@ def test_messages_of_every_shape(server: Live) -> None:
         "<s><|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>\n"
         "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\ngreet<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert server.post("/v1/chat/completions", {"messages": messages})["choices"][0]["message"]["content"] == "hello there"
+    assert (
+        server.post("/v1/chat/completions", {"messages": messages})["choices"][0]["message"]["content"] == "hello there"
+    )
 
 
 def test_the_last_message_can_be_continued(server: Live) -> None:
@@ -216,7 +228,9 @@ def test_tools_reach_the_template_and_calls_come_back() -> None:
             {"role": "user", "content": "two"}, choice["message"], {"role": "tool", "tool_call_id": "x", "content": "4"},
             {"role": "user", "content": "greet"},
         ]  # fmt: skip
-        again = server.post("/v1/chat/completions", {"messages": [*messages[:1], {**choice["message"], "content": ""}, *messages[2:]]})
+        again = server.post(
+            "/v1/chat/completions", {"messages": [*messages[:1], {**choice["message"], "content": ""}, *messages[2:]]}
+        )
         assert again["choices"][0]["message"]["content"] == "hello there"
         for refused, param in (
             ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
@@ -256,7 +270,9 @@ def test_completions_take_text_ids_and_lists(server: Live) -> None:
         events = server.stream("/v1/completions", {"prompt": prompt, "max_tokens": 40})
         for index, text in enumerate(texts):
             assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == index) == text
-    several = server.post("/v1/completions", {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 3, "temperature": 1, "seed": 1})
+    several = server.post(
+        "/v1/completions", {"prompt": ["ab", "cd"], "n": 2, "max_tokens": 3, "temperature": 1, "seed": 1}
+    )
     assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
     assert several["usage"]["prompt_tokens"] == 6 and several["usage"]["completion_tokens"] == 12
 

@@ -22,13 +22,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     if why := library.why_not():
         pytest.skip(why)
     folder = write_checkpoint("full", tmp_path_factory.mktemp("tiny"))
-    with live_model(str(folder), backend="cpu", threads=1, kv_format="f32", compute="f32", deterministic=True) as server:
+    with live_model(
+        str(folder), backend="cpu", threads=1, kv_format="f32", compute="f32", deterministic=True
+    ) as server:
         yield server
 
 
 def ids(server: Live, **fields: Any) -> list[int]:
     """The tokens of a completion of token ids."""
-    body = {"prompt": [5, 6, 7], "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "temperature": 0, **fields}
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "temperature": 0,
+        **fields,
+    }
     return list(server.post(TEXT, body)["choices"][0]["token_ids"])
 
 
@@ -39,7 +48,9 @@ def test_a34_values_do_not_depend_on_the_number_asked(tiny: Live) -> None:
         found.append(tiny.post(TEXT, body)["choices"][0]["logprobs"])
     for columns, count in zip(found, (1, 4, 10), strict=True):
         assert columns["token_logprobs"] == pytest.approx(found[-1]["token_logprobs"], abs=1e-4)
-        for table, largest, chosen in zip(columns["top_logprobs"], found[-1]["top_logprobs"], columns["token_logprobs"], strict=True):
+        for table, largest, chosen in zip(
+            columns["top_logprobs"], found[-1]["top_logprobs"], columns["token_logprobs"], strict=True
+        ):
             values = list(table.values())
             assert values == sorted(values, reverse=True) and chosen == max(values)
             # The names of bytes that are no text of their own may meet; so at most as many as asked for.
@@ -74,7 +85,9 @@ def test_the_sampler_honours_what_is_asked(tiny: Live) -> None:
     assert len(set(ids(tiny, frequency_penalty=2, presence_penalty=2, repetition_penalty=50))) > len(set(greedy)) - 1
     answer = tiny.post(TEXT, {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "logit_bias": {"259": 100}})
     assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == 1
-    held = tiny.post(TEXT, {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "logit_bias": {"259": 90}, "min_tokens": 6})
+    held = tiny.post(
+        TEXT, {"prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0, "logit_bias": {"259": 90}, "min_tokens": 6}
+    )
     assert held["usage"]["completion_tokens"] == 7
     word = tiny.rig.tokenizer.token_text(greedy[0])
     if "\ufffd" not in word:
@@ -82,12 +95,19 @@ def test_the_sampler_honours_what_is_asked(tiny: Live) -> None:
 
 
 def test_streams_equal_whole_answers(tiny: Live) -> None:
-    for fields in ({"temperature": 0}, {"temperature": 1.2, "seed": 3, "n": 3}, {"temperature": 0, "logprobs": 3, "echo": True}):
+    for fields in (
+        {"temperature": 0},
+        {"temperature": 1.2, "seed": 3, "n": 3},
+        {"temperature": 0, "logprobs": 3, "echo": True},
+    ):
         body = {"prompt": "the sea", "max_tokens": 24, **fields}
         whole = tiny.post(TEXT, body)
         events = tiny.stream(TEXT, body)
         for choice in whole["choices"]:
-            assert "".join(c["text"] for e in events for c in e["choices"] if c["index"] == choice["index"]) == choice["text"]
+            assert (
+                "".join(c["text"] for e in events for c in e["choices"] if c["index"] == choice["index"])
+                == choice["text"]
+            )
 
 
 def test_prompt_logprobs_do_not_depend_on_the_cache(tiny: Live) -> None:
@@ -112,7 +132,9 @@ def test_smollm2_speaks_through_the_official_client(smollm2: Live) -> None:
     messages: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     with openai.OpenAI(base_url=smollm2.url + "/v1", api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)
-        chunks = list(client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24, stream=True))
+        chunks = list(
+            client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24, stream=True)
+        )
         text = whole.choices[0].message.content
         assert text and "".join(c.choices[0].delta.content or "" for c in chunks) == text
         again = client.responses.create(model=MODEL, input=messages, temperature=0, max_output_tokens=24, store=False)

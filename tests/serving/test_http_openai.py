@@ -20,7 +20,11 @@ SAYS = {
 }
 TOOL: Any = {
     "type": "function",
-    "function": {"name": "weather", "description": "now", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "description": "now",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
 }
 GREET: Any = [{"role": "user", "content": "greet"}]
 
@@ -38,7 +42,9 @@ def client(server: Live) -> Iterator[Any]:
 
 
 def test_chat(client: Any) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=GREET, logprobs=True, top_logprobs=2, n=2, temperature=0)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=GREET, logprobs=True, top_logprobs=2, n=2, temperature=0
+    )
     assert [choice.message.content for choice in answer.choices] == ["Good day 🙂"] * 2
     assert answer.choices[0].finish_reason == "stop" and answer.usage.prompt_tokens_details.cached_tokens >= 0
     entry = answer.choices[0].logprobs.content[0]
@@ -46,7 +52,9 @@ def test_chat(client: Any) -> None:
 
 
 def test_chat_streamed(client: Any) -> None:
-    stream = client.chat.completions.create(model=MODEL, messages=GREET, stream=True, stream_options={"include_usage": True})
+    stream = client.chat.completions.create(
+        model=MODEL, messages=GREET, stream=True, stream_options={"include_usage": True}
+    )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Good day 🙂"
     assert chunks[-1].usage.completion_tokens == 14 and chunks[0].choices[0].delta.role == "assistant"
@@ -74,13 +82,20 @@ def test_tools(client: Any) -> None:
     # The next turn: the client sends back what it got, as it got it.
     again = client.chat.completions.create(
         model=MODEL,
-        messages=[*ask, answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}, *GREET],
+        messages=[
+            *ask,
+            answer.choices[0].message,
+            {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+            *GREET,
+        ],
     )
     assert again.choices[0].message.content in ("Good day 🙂", SAYS["weather"])
 
 
 def test_completions(client: Any) -> None:
-    answer = client.completions.create(model=MODEL, prompt=["greet", [103, 114, 101, 101, 116]], max_tokens=40, logprobs=1)
+    answer = client.completions.create(
+        model=MODEL, prompt=["greet", [103, 114, 101, 101, 116]], max_tokens=40, logprobs=1
+    )
     assert [choice.text for choice in answer.choices] == ["Good day 🙂"] * 2
     assert answer.choices[0].logprobs.text_offset[:2] == [0, 1]
     chunks = client.completions.create(model=MODEL, prompt="greet", max_tokens=40, stream=True)
@@ -88,10 +103,14 @@ def test_completions(client: Any) -> None:
 
 
 def test_responses(client: Any) -> None:
-    answer = client.responses.create(model=MODEL, input="greet", instructions="be kind", store=False, metadata={"k": "v"})
+    answer = client.responses.create(
+        model=MODEL, input="greet", instructions="be kind", store=False, metadata={"k": "v"}
+    )
     assert answer.output_text == "Good day 🙂" and answer.status == "completed" and answer.metadata == {"k": "v"}
     tool = {"type": "function", **TOOL["function"], "strict": False}
-    answer = client.responses.create(model=MODEL, input=[{"role": "user", "content": "weather"}], tools=[tool], store=False)
+    answer = client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "weather"}], tools=[tool], store=False
+    )
     message, call = answer.output
     assert message.content[0].text == "Let me see." and json.loads(call.arguments) == {"city": "Köln"}
     follow_up = client.responses.create(
@@ -105,12 +124,16 @@ def test_responses(client: Any) -> None:
 
 
 def test_responses_streamed(client: Any) -> None:
-    with client.responses.stream(model=MODEL, input="weather", tools=[{"type": "function", **TOOL["function"]}], store=False) as stream:
+    with client.responses.stream(
+        model=MODEL, input="weather", tools=[{"type": "function", **TOOL["function"]}], store=False
+    ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
     assert "response.function_call_arguments.delta" in kinds
-    assert final.output[0].content[0].text == "Let me see." and json.loads(final.output[1].arguments) == {"city": "Köln"}
+    assert final.output[0].content[0].text == "Let me see." and json.loads(final.output[1].arguments) == {
+        "city": "Köln"
+    }
 
 
 def test_errors_are_the_clients_own_kinds(client: Any, server: Live) -> None:
@@ -120,7 +143,10 @@ def test_errors_are_the_clients_own_kinds(client: Any, server: Live) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=GREET)
     assert missing.value.code == "model_not_found"
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
         stranger.models.list()
     with pytest.raises(openai.BadRequestError) as empty:
         client.embeddings.create(model=MODEL, input="")
@@ -146,7 +172,11 @@ def test_many_at_once_asynchronously(server: Live) -> None:
 
 def test_leaving_a_stream_early(client: Any, server: Live) -> None:
     stream = client.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "go on"}], stream=True, max_tokens=4000, extra_body={"ignore_eos": True}
+        model=MODEL,
+        messages=[{"role": "user", "content": "go on"}],
+        stream=True,
+        max_tokens=4000,
+        extra_body={"ignore_eos": True},
     )
     next(iter(stream))
     stream.close()

@@ -18,7 +18,9 @@ from tradewind.serving.http.app import make_app
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
-TOKENS = st.lists(st.integers(0, 255) | st.sampled_from([*b"<think></think> END\n", *"🙂é日".encode(), 256, 257]), max_size=60)
+TOKENS = st.lists(
+    st.integers(0, 255) | st.sampled_from([*b"<think></think> END\n", *"🙂é日".encode(), 256, 257]), max_size=60
+)
 TEXTS = st.text(max_size=40).map(lambda text: list(text.encode())) | TOKENS
 CUTS = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 STOPS = st.lists(st.text(alphabet="EN D<é", min_size=1, max_size=3), max_size=3, unique=True)
@@ -76,7 +78,14 @@ def test_the_sum_of_a_chat_stream_is_the_whole_answer(
 
 
 @settings(max_examples=60)
-@given(tokens=TEXTS, cuts=CUTS, stops=STOPS, together=st.integers(0, 3), echo=st.booleans(), logprobs=st.none() | st.integers(0, 2))
+@given(
+    tokens=TEXTS,
+    cuts=CUTS,
+    stops=STOPS,
+    together=st.integers(0, 3),
+    echo=st.booleans(),
+    logprobs=st.none() | st.integers(0, 2),
+)
 def test_the_sum_of_a_completion_stream_is_the_whole_answer(
     tokens: list[int], cuts: list[int], stops: list[str], together: int, echo: bool, logprobs: int | None
 ) -> None:
@@ -94,7 +103,9 @@ def test_the_sum_of_a_completion_stream_is_the_whole_answer(
 
 @settings(max_examples=60)
 @given(tokens=TEXTS, cuts=CUTS, together=st.integers(0, 3), style=st.sampled_from([None, THINKING]), cut=st.booleans())
-def test_the_events_of_a_response_add_up(tokens: list[int], cuts: list[int], together: int, style: Any, cut: bool) -> None:
+def test_the_events_of_a_response_add_up(
+    tokens: list[int], cuts: list[int], together: int, style: Any, cut: bool
+) -> None:
     app = make_app(front_of(Teller(tokens, cuts, "length" if cut else "stop", together=together), speech=style))
     whole = ask(app, RESPONSES, {"input": "x"})
     events = events_of(app, RESPONSES, {"input": "x"})
@@ -151,11 +162,15 @@ VALID = st.fixed_dictionaries(
 
 @settings(max_examples=100)
 @given(fields=VALID, tokens=TEXTS, cuts=CUTS)
-def test_every_combination_of_valid_fields_is_answered(fields: dict[str, Any], tokens: list[int], cuts: list[int]) -> None:
+def test_every_combination_of_valid_fields_is_answered(
+    fields: dict[str, Any], tokens: list[int], cuts: list[int]
+) -> None:
     app = make_app(front_of(Teller(tokens, cuts, "length")))
     body = chat_body("x") | fields
     whole = ask(app, CHAT, body)
-    events = events_of(app, CHAT, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": len(cuts) > 2}})
+    events = events_of(
+        app, CHAT, {**body, "stream_options": {"include_usage": True, "continuous_usage_stats": len(cuts) > 2}}
+    )
     assert events.pop() == "[DONE]"
     assert events[-1]["usage"] == whole["usage"] and ("timing" in whole) == bool(fields.get("timing"))
     for choice in whole["choices"]:

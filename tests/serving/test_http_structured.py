@@ -62,7 +62,10 @@ def test_forced_calls_are_written_in_the_models_format() -> None:
         grammar, answer = grammar_of(CHAT, chat_body("x", tools=[TOOL], tool_choice=choice), says=says, speech=HERMES)
         assert grammar.kind == "tools"
         (call,) = answer["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == {"a": 1} and answer["choices"][0]["finish_reason"] == "tool_calls"
+        assert (
+            json.loads(call["function"]["arguments"]) == {"a": 1}
+            and answer["choices"][0]["finish_reason"] == "tool_calls"
+        )
 
 
 def test_any_model_can_be_forced_to_call() -> None:
@@ -74,7 +77,9 @@ def test_any_model_can_be_forced_to_call() -> None:
 
 
 def test_reasoning_stays_free_before_the_form() -> None:
-    grammar, answer = grammar_of(CHAT, chat_body("x", response_format=FORMAT), says='<think>hm</think>{"a": 1}', speech=THINKING)
+    grammar, answer = grammar_of(
+        CHAT, chat_body("x", response_format=FORMAT), says='<think>hm</think>{"a": 1}', speech=THINKING
+    )
     assert "thought" in grammar.text or grammar.end is not None
     assert answer["choices"][0]["message"]["reasoning_content"] == "hm"
 

@@ -344,7 +344,8 @@ def test_a21_long_prompts_do_not_stretch_a_running_stream() -> None:
             for _ in range(10):
                 next(stream)
             threads = [
-                threading.Thread(target=server.send, args=("POST", "/v1/completions", {"prompt": text})) for _ in range(8)
+                threading.Thread(target=server.send, args=("POST", "/v1/completions", {"prompt": text}))
+                for _ in range(8)
             ]
             for thread in threads:
                 thread.start()

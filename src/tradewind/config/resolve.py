@@ -61,7 +61,9 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     wanted_context = choices.choose_wanted_context(goals, card=card)
     step, why_step = choices.choose_step(means, habits=habits, card=card, hardware=hardware, tpot_ms=goals.tpot_ms)
     if not card.causal and step < wanted_context:
-        why_step = amended(why_step, value=str(wanted_context), note="an encoder computes a text in one step, so the longest must fit")
+        why_step = amended(
+            why_step, value=str(wanted_context), note="an encoder computes a text in one step, so the longest must fit"
+        )
         step = wanted_context
     running, why_running = choices.choose_running(means, habits=habits, step=step)
 

@@ -255,7 +255,9 @@ class ScriptedExecutor:
             state.computed = start + count
             if wants in (Wants.HIDDEN, Wants.HIDDEN_PART):
                 assert state.enter.pooling is not None, f"{where}: wants hidden states that nobody asked for"
-                assert (start + count == state.enter.prompt_tokens) == (wants == Wants.HIDDEN), f"{where}: {wants!r} at {start + count}"
+                assert (start + count == state.enter.prompt_tokens) == (wants == Wants.HIDDEN), (
+                    f"{where}: {wants!r} at {start + count}"
+                )
                 if wants == Wants.HIDDEN:
                     self._pooled(where, state, start)
                     hidden[row] = made_up.embedding(state.enter)
