@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import resource
 import select
 import signal
 import subprocess
@@ -377,8 +376,15 @@ def test_phases_add_up_to_the_time_from_the_start_of_the_process_and_torch_stays
 
 @pytest.mark.weights
 def test_the_first_command_of_the_readme_answers_within_its_memory(smollm2_gguf: Path) -> None:
-    done = run("generate", "Why is the sky blue?", "--model", str(smollm2_gguf), "--max-tokens", "40")
-    assert done.returncode == 0
-    assert b"light" in done.stdout
-    # The largest of all children of this test process: a bound from above.
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 700_000
+    # Measured by a small process in between: a child's peak begins with the size of the process that started it.
+    watch = (
+        "import resource, subprocess, sys\n"
+        "done = subprocess.run(sys.argv[1:], stdout=subprocess.PIPE, check=True)\n"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, done.stdout.decode())"
+    )
+    words = ["generate", "Why is the sky blue?", "--model", str(smollm2_gguf), "--max-tokens", "40"]
+    done = subprocess.run([sys.executable, "-c", watch, *PROGRAM, *words], capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr.decode()
+    peak_kib, answer = done.stdout.decode().split(" ", 1)
+    assert "light" in answer
+    assert int(peak_kib) <= 400_000, "the issue allows 700 MB; 270 were measured"
