@@ -6,16 +6,16 @@ Knows: when blocks can be stacked as bytes and when they need one common layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.blocks import BLOCKS, as_scale_min
+from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 if TYPE_CHECKING:
     from tradewind.quantization.blocks import ScaleMin
-    from tradewind.quantization.scheme import Numerics, Ops, Stored
+    from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 BITS: dict[str, int] = {
     "Q4_0": 4,

@@ -6,16 +6,13 @@ Knows: one tensor "weight" per matrix. Refuses to know: how the op set lays it o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.blocks import BLOCKS, dequantise
-
-if TYPE_CHECKING:
-    from tradewind.quantization.scheme import Numerics, Ops, Stored
+from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 INT8_GROUP = 32
 

@@ -7,42 +7,17 @@ Knows: which scheme takes which stored formats under which numerics. Refuses to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from tradewind.contract.errors import UserError
-from tradewind.kernels.ops import Compute as Compute
-from tradewind.kernels.ops import Ops as Ops
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.gguf import GGUFScheme
+from tradewind.quantization.numerics import Compute as Compute
+from tradewind.quantization.numerics import Numerics as Numerics
+from tradewind.quantization.numerics import Ops as Ops
+from tradewind.quantization.numerics import Stored
 from tradewind.quantization.online import OnlineScheme
 from tradewind.quantization.plain import PlainScheme
-
-Quantization = Literal["none", "int8", "int4"]
-
-
-class Stored(Protocol):
-    """A tensor as it lies in a file (`weights.tensor.RawTensor`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def data(self) -> NDArray[np.uint8]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """How weights are kept and multiplied. "f32" is the exact mode: everything dequantised, activations never rounded."""
-
-    compute: Compute
-    quantization: Quantization
 
 
 class Scheme(Protocol):
