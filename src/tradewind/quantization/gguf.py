@@ -6,6 +6,7 @@ Knows: when blocks can be stacked as bytes and when they need one common layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 if TYPE_CHECKING:
     from tradewind.quantization.blocks import ScaleMin
-    from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 BITS: dict[str, int] = {
     "Q4_0": 4,

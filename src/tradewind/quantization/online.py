@@ -12,17 +12,17 @@ Scale and minimum are rounded to float16 before the quants are chosen for them, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tradewind.kernels.ops import PackedMatrix
+from tradewind.quantization.numerics import Numerics, Ops, Stored
 from tradewind.quantization.plain import PlainScheme, as_float
 
 if TYPE_CHECKING:
     from tradewind.quantization.blocks import ScaleMin
-from tradewind.quantization.numerics import Numerics, Ops, Stored
-    from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 GROUP = 32
 PLAIN_FORMATS = ("BF16", "F16", "F32")
