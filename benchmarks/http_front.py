@@ -130,6 +130,9 @@ class Metronome:
     def finish(self, request_id: str, *, reason: FinishReason = "stop") -> None:
         self.cancel(request_id)
 
+    def sleep(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.open), last_progress_s=time.monotonic())
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from tradewind.config import env
@@ -75,8 +76,16 @@ def make_plan(goals: Goals, *, progress: Progress | None = None, phases: Phases 
         checkpoint = open_checkpoint(path)
         card = read_card(checkpoint, name=goals.model)
     with phases("plan"):
-        plan = resolve(goals, card, measure(cache))
+        plan = resolve(goals, card, measure(cache), missing=missing_backends())
     return Planned(path=path, checkpoint=checkpoint, plan=plan)
+
+
+def missing_backends() -> dict[str, str]:
+    """Backend -> why it cannot be used here; empty on a whole installation."""
+    from tradewind.kernels.cpu import library
+
+    missing = {"cpu": library.why_not(), "plain": None if find_spec("torch") else "torch is not installed"}
+    return {name: reason for name, reason in missing.items() if reason is not None}
 
 
 def read_card(checkpoint: Checkpoint, *, name: str) -> ModelCard:
@@ -107,23 +116,23 @@ def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
 
 
 def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
-    """The op set that the plan names, or the plain one with a notice when the C++ library is not there."""
+    """The op set that the plan names, and what the user should know of it: that torch computes because the C++ library is not there."""
     numerics = plan.numerics
     terms = 2 if numerics.compute == "int16" else 1
+    from tradewind.kernels.cpu import library
+
     if numerics.backend == "cpu":
-        from tradewind.kernels.cpu import library
+        from tradewind.kernels.cpu.ops import CpuOps
 
         found = library.load()
-        if found is not None:
-            from tradewind.kernels.cpu.ops import CpuOps
-
-            return CpuOps(found, threads=numerics.threads, activation_terms=terms), ()
-        notice = f"the C++ op library is not used ({library.why_not()}), so this runs on torch, many times slower"
-    else:
-        notice = ""
+        assert found is not None, "the plan names a backend that is missing"
+        return CpuOps(found, threads=numerics.threads, activation_terms=terms), ()
     from tradewind.kernels.plain import PlainOps
     from tradewind.quantization.blocks import dequantise
 
+    why = library.why_not()
+    pinned = any(reason.choice == "backend" and reason.pinned for reason in plan.reasons)
+    notice = f"{why[0].upper()}{why[1:]}; until then torch computes, many times slower." if why and not pinned else None
     return PlainOps(read_blocks=dequantise, activation_terms=terms), (notice,) if notice else ()
 
 
@@ -213,7 +222,7 @@ def build_planned(
         undo.callback(reading.join)
         ops, notices = make_ops(plan)
         undo.callback(getattr(ops, "close", _nothing))
-        grammars = GrammarCompiler(lambda: _vocabulary(made, plan), vocab_size=plan.card.vocab_size)
+        grammars = GrammarCompiler(lambda: vocabulary_of(_tokenizer_of(made), plan), vocab_size=plan.card.vocab_size)
         executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
         undo.callback(executor.close)
         with phases("tokenizer"):
@@ -257,10 +266,14 @@ def _caught(checkpoint: Checkpoint) -> TextTokenizer | BaseException:
         return error
 
 
-def _vocabulary(made: Sequence[TextTokenizer | BaseException], plan: Plan) -> Vocabulary:
-    """The tokenizer as grammars see it; asked for with the first grammar, long after it was read."""
-    tokenizer = made[0]
-    assert isinstance(tokenizer, TextTokenizer)
+def _tokenizer_of(made: Sequence[TextTokenizer | BaseException]) -> TextTokenizer:
+    """What the thread has read; asked for with the first grammar, long after the thread's end."""
+    assert isinstance(made[0], TextTokenizer)
+    return made[0]
+
+
+def vocabulary_of(tokenizer: TextTokenizer, plan: Plan) -> Vocabulary:
+    """The tokenizer as grammars see it; takes about 50 ms for 50,000 tokens."""
     return Vocabulary(
         tokens=[tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
         special_ids=tokenizer.special_ids,

@@ -216,7 +216,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--page-tokens", type=_whole, metavar="N", help="tokens of a page of keys and values")
     means.add_argument("--max-tokens-per-step", type=_whole, metavar="N", help="longer prompts are computed in chunks")
     means.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
-    means.add_argument("--policy", choices=["arrival", "priority"], help="who is served first")
+    means.add_argument("--policy", choices=["arrival", "fair", "priority"], help="who is served first")
     means.add_argument("--threads", type=_whole, metavar="N", help="threads that compute")
     for name, text in (
         ("prefix-cache", "reuse the KV of shared prefixes"),
@@ -284,11 +284,15 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--restart-engine", action="store_true", help="when the engine dies start a new one, do not end")
     group.add_argument(
+        "--allow-sleep", action="store_true", help="obey POST /sleep: nobody is served until POST /wake_up"
+    )
+    group.add_argument(
         "--ignore-unknown-fields", action="store_true", help="warn about unknown fields in a header, do not refuse"
     )
     group.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"
     )
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     group.add_argument(
         "--tool-format", metavar="NAME", help="how the model writes tool calls (default: as its template says)"
     )
@@ -298,7 +302,12 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-level", choices=["debug", "info", "warning", "error"], default="info", help="default info"
     )
-    group.add_argument("--log-json", action="store_true", help="one JSON object a line")
+    group.add_argument(
+        "--log-json",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="one JSON object a line (default: unless standard error is a terminal)",
+    )
     group.add_argument("--log-requests", action="store_true", help="a line for each finished request")
     group.add_argument("--otlp-endpoint", metavar="URL", help="send OpenTelemetry spans there")
     group.add_argument(
@@ -622,8 +631,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         drain_timeout_s=arguments.drain_timeout,
         stall_timeout_s=arguments.stall_timeout,
         restart_engine=arguments.restart_engine,
+        allow_sleep=arguments.allow_sleep,
         ignore_unknown_fields=arguments.ignore_unknown_fields,
         cors_origins=tuple(arguments.cors_origin),
+        chat_template=None if arguments.chat_template is None else Path(arguments.chat_template),
         tool_format=arguments.tool_format,
         reasoning=arguments.reasoning,
         log_level=arguments.log_level,

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tradewind.contract.errors import UserError
-from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget
+from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget, Sleep
 from tradewind.engine.stats import Tally, describe
 from tradewind.engine.wire import (
     ORDERS,
@@ -137,7 +137,7 @@ class EngineProcess:
 
     def _take(self, order: Order) -> None:
         built = self._built
-        if isinstance(order, Add | Cancel | Finish | Forget):
+        if isinstance(order, Add | Cancel | Finish | Forget | Sleep):
             if built is not None:
                 built.loop.post(order)
         elif isinstance(order, Describe):
@@ -164,7 +164,7 @@ def build_model(start: Start, link: Link[Order]) -> Built:
     """An engine with a model: the parts that `assemble` makes, without the text tools, which the front has."""
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
-        from tradewind.assemble import _vocabulary, make_executor, make_ops, make_plan, read_tokenizer
+        from tradewind.assemble import make_executor, make_ops, make_plan, read_tokenizer, vocabulary_of
         from tradewind.engine.scheduler import Scheduler
         from tradewind.sampling.grammar_compile import GrammarCompiler
         from tradewind.weights.checkpoint import open_checkpoint
@@ -175,14 +175,18 @@ def build_model(start: Start, link: Link[Order]) -> Built:
     link.send(Located(path=str(planned.path), plan=plan))
     with phases("ops"):
         ops, notices = make_ops(plan)
-    # This process needs the tokenizer for grammars only; it is read when the first one comes, in a thread.
+    # This process needs the tokenizer for grammars only. It is read in a thread, beside the weights: with the first grammar it
+    # would hold up everybody's steps.
     grammars = GrammarCompiler(
-        lambda: _vocabulary((read_tokenizer(open_checkpoint(planned.path)),), plan), vocab_size=plan.card.vocab_size
+        lambda: vocabulary_of(read_tokenizer(open_checkpoint(planned.path)), plan), vocab_size=plan.card.vocab_size
     )
+    warm = grammars.warm()
     executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
     with phases("engine"):
         scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars)
         loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
+    with phases("grammars"):
+        warm.exception()  # without the extra there is one; it is told to the requests that need a grammar
     ready = Ready(schedule=plan.schedule, cache=plan.cache, phases=_spans(phases), notices=notices)
     return Built(loop=loop, ready=ready)
 

@@ -255,6 +255,14 @@ class LLM:
             with self._turn, _Uninterrupted():
                 self._engine.client.forget()
 
+    def sleep(self) -> None:
+        """As soon as nothing runs, drops the prefix cache and gives its memory back to the system; the next call wakes the engine."""
+        if self._engine.client.threaded:
+            self._engine.client.sleep()
+        else:
+            with self._turn, _Uninterrupted():
+                self._engine.client.sleep()
+
     def summary(self) -> str:
         """One line about the last call and the start, for people."""
         done = [
@@ -441,6 +449,10 @@ class AsyncLLM:
     def forget(self) -> None:
         """Drops everything the prefix cache keeps for later and no running request uses."""
         self._llm.forget()
+
+    def sleep(self) -> None:
+        """As soon as nothing runs, drops the prefix cache and gives its memory back to the system; the next call wakes the engine."""
+        self._llm.sleep()
 
     async def _run(self, answers: list[Answer]) -> AsyncGenerator[Delta, None]:
         import asyncio

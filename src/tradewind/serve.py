@@ -12,6 +12,7 @@ Imports no torch; needs the extra `server`. Everything large is imported after t
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import subprocess
 import sys
@@ -27,12 +28,16 @@ from tradewind.phases import Phase, Phases
 
 if TYPE_CHECKING:
     from tradewind.config.goals import Goals
+    from tradewind.config.plan import Plan
     from tradewind.engine.wire import Located, Ready, Start
     from tradewind.observability.hub import Hub
     from tradewind.serving.http.front import Front
     from tradewind.serving.supervisor import Launched, Supervisor
     from tradewind.serving.tokenizer import TextTokenizer
     from tradewind.simulate.script_file import ScriptFile
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+|null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +54,17 @@ class ServeOptions:
     drain_timeout_s: float = 30.0
     stall_timeout_s: float = 30.0
     restart_engine: bool = False
+    allow_sleep: bool = False
+    """Obey POST /sleep."""
     ignore_unknown_fields: bool = False
     cors_origins: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    """A Jinja file instead of the model's own template."""
     tool_format: str | None = None
     reasoning: str | None = None
     log_level: str = "info"
-    log_json: bool = False
-    """One JSON object a line instead of text."""
+    log_json: bool | None = None
+    """One JSON object a line instead of text; None: unless a person looks, on a terminal."""
     log_requests: bool = False
     """A line for each finished request."""
     otlp_endpoint: str | None = None
@@ -69,6 +78,7 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
     Raises UserError for what the operator can put right. Logs to standard error. Changes the process's handling of SIGINT and SIGTERM.
     """
     began_s = time.perf_counter() if began_s is None else began_s
+    _check(options)
     text = None if options.script is None else _read_file(options.script)
     with bind(options.host, options.port) as listener:
         process, end, launched_s = _launch()
@@ -90,6 +100,29 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
             return _serve_beside(engine, listener, options, start=start, phases=_Start(began_s, launched_s))
         finally:
             engine.close()
+
+
+def _check(options: ServeOptions) -> None:
+    """Raises UserError for what could be meant but could not work, or would be less safe than it looks."""
+    for key in options.api_keys:
+        # An empty one is an unset variable in somebody's start script: it must not leave the server open.
+        if not key:
+            raise UserError(
+                "an API key is empty; give one with --api-key KEY, or leave the option out to let anybody ask"
+            )
+        if not all("!" <= letter <= "~" for letter in key):
+            raise UserError("an API key has a character that no header can carry; use printable ASCII without spaces")
+    for name in options.served_names:
+        if not name.strip():
+            raise UserError(
+                "--served-name is empty; give the name that clients send as 'model', or leave the option out"
+            )
+    for origin in options.cors_origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise UserError(
+                f"--cors-origin is {origin!r}; an origin is a scheme, a host and a port where it has one,"
+                " such as https://example.org or http://localhost:3000, or * for every one"
+            )
 
 
 class _Start:
@@ -140,7 +173,7 @@ def _serve_beside(
         why_dead=lambda: engine.why_dead,
         engine_pid=lambda: engine.pid,
         refused=lambda: sum(server.refused for server in servers),
-        plan=located.plan,
+        plan=parts.shown_plan,
         startup_s=[(phase.name, phase.seconds) for phase in phases.phases.done],
         log_requests=options.log_requests,
         otlp_endpoint=options.otlp_endpoint,
@@ -199,6 +232,7 @@ class FrontParts:
         """Reads files; raises UserError with advice."""
         from tradewind.serving.chat_template import ChatTemplate
         from tradewind.serving.parsers.table import parser_for
+        from tradewind.serving.structured import StructuredOutput
 
         self._options = options
         model = options.goals.model
@@ -207,18 +241,24 @@ class FrontParts:
             from tradewind.simulate.script_file import BYTES
 
             _, self._tokenizer = script_tokenizer(script, model=model)
-            model = "scripted" if script.tokenizer == BYTES else script.tokenizer or model
+            model = "scripted" if script.tokenizer == BYTES else name_of(script.tokenizer or model)
         else:
             self._tokenizer = _model_tokenizer(Path(located.path))
+            model = name_of(model)
+        self._structured = StructuredOutput(self._tokenizer)
+        self._structured.warm()
         self.names = (*options.served_names, model)
         """What the model is called; answers carry the first."""
         tokenizer, plan = self._tokenizer, located.plan
         self._plan = plan
         self._template: ChatTemplate | UserError
+        template = None if options.chat_template is None else _read_text(options.chat_template)
         try:
-            source = script.chat_template if script is not None else None
+            source = template or (script.chat_template if script is not None else None)
             self._template = ChatTemplate.for_tokenizer(tokenizer, source=source)
         except UserError as error:
+            if template is not None:  # it was asked for; the model's own may be broken and nobody need care
+                raise
             self._template = error
         self._vocab_size = tokenizer.vocab_size if plan is None else plan.card.vocab_size
         eos = tokenizer.eos_ids | (set(plan.card.eos_ids) if plan is not None else set())
@@ -231,12 +271,18 @@ class FrontParts:
             reasoning=options.reasoning or (script.reasoning if script is not None else None),
         )
 
+    @property
+    def shown_plan(self) -> Plan | None:
+        """The plan as the page shows it: under the name that clients know."""
+        from msgspec import structs
+
+        return None if self._plan is None else structs.replace(self._plan, model=self.names[0])
+
     def front(self, ready: Ready, *, client: Supervisor, hub: Hub) -> Front:
         """The whole, when the engine is ready."""
         from tradewind.serving.http.front import Front, Options
         from tradewind.serving.intake import Intake, Limits
         from tradewind.serving.page import OPEN_PATHS, page_routes
-        from tradewind.serving.structured import StructuredOutput
 
         options = self._options
         if self._plan is not None:
@@ -257,16 +303,26 @@ class FrontParts:
                 max_queue=options.max_queue,
                 cors_origins=options.cors_origins,
                 health_timeout_s=options.stall_timeout_s,
+                allow_sleep=options.allow_sleep,
             ),
             honours_priority=ready.schedule.policy == "priority",
             speech=self._speech,
-            structured=StructuredOutput(self._tokenizer),
+            structured=self._structured,
             more_routes=page_routes(board=hub.board.json, plan=lambda: hub.plan),
             open_paths=OPEN_PATHS,
             metrics=hub.metrics.text,
             on_receipt=hub.take_receipt,
             created_s=int(time.time()),
         )
+
+
+def name_of(model: str) -> str:
+    """What clients call a model that was named so: of a path only the last part, for a server's folders are no client's business."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return path.stem if path.is_file() else path.name or model
 
 
 def _model_tokenizer(path: Path) -> TextTokenizer:
@@ -329,6 +385,13 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"the file {path} cannot be read: {error.strerror}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read_file(path).decode()
+    except UnicodeDecodeError:
+        raise UserError(f"the file {path} is no text in UTF-8") from None
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -530,6 +530,21 @@ def test_the_prefix_cache_is_used_and_forgotten(llm: LLM) -> None:
     assert llm.generate(prompt, GREEDY)[0].cached_tokens == 0
 
 
+def test_an_answer_after_a_sleep_is_the_one_before_it(llm: LLM) -> None:
+    (prompt,) = prompts(1, seed=8, low=70, high=71)
+    before = llm.generate(prompt, GREEDY)[0]
+    llm.sleep()
+    after = llm.generate(prompt, GREEDY)[0]
+    assert after.completions[0].tokens == before.completions[0].tokens and after.cached_tokens == 0
+    stream = llm.stream(prompt, GREEDY)
+    next(stream)
+    llm.sleep()  # as soon as nothing runs
+    assert not llm.engine.client.loop.scheduler.idle
+    text = "".join(delta.text for delta in stream)
+    assert before.completions[0].text.endswith(text)
+    assert nothing_is_held(llm)
+
+
 def test_the_default_length_is_what_the_context_leaves(llm: LLM) -> None:
     assert llm.with_default_length(SamplingParams(), ["abc"], 64).max_tokens == 64
     assert llm.with_default_length(SamplingParams(), ["abc", "d" * 500], 64).max_tokens == 12

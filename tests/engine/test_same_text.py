@@ -46,6 +46,7 @@ def alone(folder: Path) -> dict[str, list[tuple[int, ...]]]:
         pytest.param({"max_running": 3}, id="3 slots"),
         pytest.param({"page_tokens": 32}, id="pages of 32"),
         pytest.param({"threads": 1}, id="1 thread"),
+        pytest.param({"policy": "fair"}, id="fair"),
         pytest.param({"policy": "priority"}, id="priority"),
     ],
 )

@@ -44,7 +44,7 @@ def schedule_plan(
     max_running: int = 8,
     max_tokens_per_step: int = 64,
     max_context: int = 1024,
-    policy: Literal["arrival", "priority"] = "arrival",
+    policy: Literal["arrival", "fair", "priority"] = "arrival",
     steps_in_flight: int = 2,
     age_limit_s: float = 5.0,
     max_preemptions: int = 3,

@@ -35,7 +35,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
             max_running=draw(st.integers(1, 6)),
             max_tokens_per_step=budget,
             steps_in_flight=draw(st.sampled_from([1, 2, 2, 3])),
-            policy=draw(st.sampled_from(["arrival", "priority"])),
+            policy=draw(st.sampled_from(["arrival", "fair", "priority"])),
             max_preemptions=draw(st.integers(0, 3)),
             age_limit_s=draw(st.sampled_from([0.0, 0.1, 5.0])),
         ),

@@ -20,7 +20,7 @@ def names(queue: WaitingQueue) -> list[str]:
 
 
 def test_first_come_first_served_also_after_coming_back() -> None:
-    queue = WaitingQueue(ArrivalPolicy())
+    queue = ArrivalPolicy().queue()
     items = [sequence(n, at=1.0 * (i // 2), place=i, priority=5 - i) for i, n in enumerate("abcd")]
     for item in items:
         queue.push(item)
@@ -34,7 +34,7 @@ def test_first_come_first_served_also_after_coming_back() -> None:
 
 
 def test_priority_ages_so_that_nothing_starves() -> None:
-    queue = WaitingQueue(PriorityPolicy())
+    queue = PriorityPolicy().queue()
     queue.push(sequence("low", at=0.0, place=0, priority=3))
     queue.push(sequence("high soon", at=2.9 * AGE_S_PER_LEVEL, place=1, priority=0))
     queue.push(sequence("high late", at=3.1 * AGE_S_PER_LEVEL, place=2, priority=0))
@@ -45,8 +45,9 @@ def test_the_policies_table_is_sorted_and_the_victim_is_the_last_in_order() -> N
     assert list(POLICIES) == sorted(POLICIES)
     running = [sequence("a", at=0.0, place=0, priority=9), sequence("b", at=5.0, place=1)]
     for policy, victim in ((ArrivalPolicy(), "b"), (PriorityPolicy(), "a")):
+        queue = policy.queue()
         for item in running:
-            item.order = policy.order(item)
+            queue.push(item)
         chosen = policy.victim(running)
         assert chosen is not None and chosen.id == victim
         assert policy.victim([]) is None
@@ -54,7 +55,7 @@ def test_the_policies_table_is_sorted_and_the_victim_is_the_last_in_order() -> N
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(-3, 3)), max_size=30), st.floats(100, 1000))
 def test_order_is_the_order_of_aged_priorities_at_any_time(items: list[tuple[float, int]], now: float) -> None:
-    queue = WaitingQueue(PriorityPolicy())
+    queue = PriorityPolicy().queue()
     for place, (at, priority) in enumerate(items):
         queue.push(sequence(str(place), at=at, place=place, priority=priority))
     aged = [s.request.priority - (now - s.arrived_s) / AGE_S_PER_LEVEL for s in queue]

@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,6 +28,7 @@ from tradewind.serving.http.front import Front, Options
 from tradewind.serving.http.local import LocalEngine, Watch
 from tradewind.serving.intake import Intake, Limits
 from tradewind.serving.parsers.table import ParserChoice
+from tradewind.serving.structured import StructuredOutput
 from tradewind.serving.tokenizer import _BYTE_OF_CHARACTER, TextTokenizer
 from tradewind.simulate.clock import RealClock
 from tradewind.simulate.scripted import ScriptedExecutor
@@ -121,6 +122,8 @@ class Rig:
         drafts: int = 0,
         accept: Callable[[str, int], int] | None = None,
         max_tokens_per_step: int = 512,
+        policy: Literal["arrival", "fair", "priority"] = "arrival",
+        age_limit_s: float = 5.0,
         **front: Any,
     ) -> None:
         group = KVGroup(
@@ -131,9 +134,9 @@ class Rig:
             max_running=max_running,
             max_tokens_per_step=max_tokens_per_step,
             max_context=max_context,
-            policy="arrival",
+            policy=policy,
             steps_in_flight=2,
-            age_limit_s=5.0,
+            age_limit_s=age_limit_s,
             max_preemptions=3,
         )
         self.device = Parrot(
@@ -335,7 +338,7 @@ def live_model(path: str, *, options: Options | None = None, **means: Any) -> It
     watch = Watch()
     engine = build_planned(make_plan(Goals(model=path, means=Means(**means))), sinks=(watch,))
     plan = engine.plan
-    local = LocalEngine(engine.client, engine.client._loop, watch)
+    local = LocalEngine(engine.client, engine.client.loop, watch)
     template = engine.template
     front = Front(
         client=local,
@@ -345,6 +348,7 @@ def live_model(path: str, *, options: Options | None = None, **means: Any) -> It
         model=MODEL,
         max_running=plan.schedule.max_running,
         options=options or Options(),
+        structured=StructuredOutput(engine.tokenizer),
         speech=parser_for(plan.card.family, getattr(template, "source", None), token_id=engine.tokenizer.token_id),
     )
     rig = Rig.__new__(Rig)

@@ -12,6 +12,7 @@ from http_support import HERMES, Live, live, until
 from hypothesis import HealthCheck, settings
 
 from tradewind.serving.http import types
+from tradewind.serving.http.front import Options
 from tradewind.serving.http.openapi import ENDPOINTS, schema
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -26,8 +27,10 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(says={"": "ok"}, speech=HERMES, metrics=lambda: "up 1\n") as one:
+    options = Options(allow_sleep=True)
+    with live(says={"": "ok"}, speech=HERMES, metrics=lambda: "up 1\n", options=options) as one:
         yield one
+        one.post("/wake_up", None)
         assert one.chat("x")["choices"][0]["message"]["content"] == "ok"
         until(lambda: one.running() == 0 and one.app.state.desk.sequences == 0, "something is left behind")
         for path, met in STATUSES.items():

@@ -284,7 +284,7 @@ def test_a5_a_stalled_step_is_dumped_and_health_says_so_until_it_goes_on(tmp_pat
         assert made.get("/health")[1]["status"] == "stalled"
         wait_until(lambda: made.said("slots in use"), limit_s=1, what="the dump")
         assert made.said("the engine stands still") and made.said("state of the scheduler")
-        wait_until(lambda: made.said('simulate/forced.py", line'), limit_s=2, what="the stack that shows where the step hangs"
+        wait_until(lambda: made.said('simulate/forced.py", line'), limit_s=2, what="the stacks of the hung step")
         assert made.said("1 running")
         stream.rest()
         assert stream.finish == "length" and len(stream.text) == 60

@@ -1,12 +1,55 @@
 """What users of other servers have met: one test per row of the project's list of user cases, named after it, over real HTTP."""
 
+# Every row of the list that needs neither load nor a GPU, and where its test is (the last test of this file keeps the table true):
+#
+#   row   file                            test begins with
+#   A1    test_user_cases.py              test_a1_closing_the_connection
+#         test_lifecycle_server.py        test_a1_a_client_that_leaves (through `tradewind serve --script`)
+#   A2    test_user_cases.py              test_a2_a_lost_turn
+#   A4    test_lifecycle_server.py        test_a4_kill_9_of_the_engine
+#   A6    test_user_cases_engine.py       test_a6_twenty_long_requests
+#   A7    test_lifecycle_server.py        test_a7_a_signal_drains
+#   A9    test_lifecycle_server.py        test_a9_the_phases
+#   A10   test_user_cases_engine.py       test_a10_too_little_memory (a real model's plan: needs the SmolLM2 file)
+#   A11   test_user_cases_engine.py       test_a11_a_model_that_is_too_big (the same)
+#   A15   test_user_cases_engine.py       test_a15_a_small_request_passes
+#   A16   test_user_cases_engine.py       test_a16_of_two_big_prompts
+#   A17   test_user_cases_engine.py       test_a17_priority_has_an_effect
+#   A18   test_user_cases_engine.py       test_a18_a_tenants_wait
+#   A22   test_user_cases_engine.py       test_a22_thirty_json_objects (a tiny model; there is no speculation in this version)
+#         test_structured_engine.py       test_a22_thirty_at_once
+#   A23   test_user_cases_engine.py       test_a23_a_schema_with_an_enum (a tiny model; the same)
+#         test_structured_engine.py       test_a23_a_shared_prefix
+#   A24   test_structured_engine.py       test_a24_a_model_that_loves_blanks (a tiny model)
+#   A26   test_user_cases.py              test_a26_characters_of_several_tokens
+#   A27   test_user_cases.py              test_a27_no_beginning_of_a_stop_string
+#   A28   test_user_cases.py              test_a28_a_partial_stop_string
+#   A29   test_user_cases.py              test_a29_arguments_of_calls
+#   A30   test_user_cases.py              test_a30_cut_thinking
+#   A31   test_user_cases.py              test_a31_one_bos
+#   A32   test_user_cases.py              test_a32_logprobs_without
+#   A33   test_user_cases.py              test_a33_each_token
+#   A34   test_user_cases.py              test_a34_the_number_asked_for
+#   A36   test_user_cases.py              test_a36_the_same_seed
+#   A37   test_user_cases.py              test_a37_a_prompt_over_the_limit
+#   A38   test_user_cases.py              test_a38_the_numbers
+#   A39   test_user_cases.py              test_a39_salts, test_a39_api_keys
+#   A40   test_sleep.py                   test_a40_the_answer_after_a_sleep, test_a40_a_level_that_drops_the_weights
+#   A41   test_user_cases_engine.py       test_a41_a_prompt_is_never_shared (the prefix key; this version serves no adapters)
+#   A42   test_user_cases_engine.py       test_a42_rope_scaling (a tiny model)
+#
+# Rows that need load or time, as far as they fit: A3 (test_process_engine.py), A5 (test_lifecycle_server.py), A14 (the scheduler's,
+# tests/host/test_scheduler.py), A21 (here).
+
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -366,3 +409,22 @@ def test_a31_long_prompts_are_tokenised_as_short_ones(plain: Live) -> None:
     assert ids.count(BOS) == 1 and ids[0] == BOS
     rendered = plain.post("/detokenize", {"tokens": ids})["prompt"]
     assert plain.post("/tokenize", {"prompt": rendered})["tokens"] == ids == plain.rig.tokenizer.encode_chat(rendered)
+
+
+def test_every_row_has_a_test_where_the_table_says() -> None:
+    here = Path(__file__)
+    rows: set[int] = set()
+    row = ""
+    for line in here.read_text().splitlines():
+        found = re.match(r"#   (?:A(\d+)|   ) +(test_\w+\.py) +(test_a.*)", line)
+        if found is None:
+            continue
+        if found[1]:
+            rows.add(int(found[1]))
+            row = found[1]
+        file = (here.parent / found[2]).read_text()
+        for name in re.findall(r"test_a\w+", found[3]):
+            assert name.startswith(f"test_a{row}_"), name
+            assert f"\ndef {name}" in file, f"{found[2]} has no {name}"
+    load_or_gpu = {3, 5, 8, 12, 13, 14, 19, 20, 21, 25, 35}
+    assert rows == set(range(1, 43)) - load_or_gpu

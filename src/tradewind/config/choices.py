@@ -23,7 +23,7 @@ Compute = Literal["f32", "bf16", "int16", "int8"]
 PACKED: tuple[Compute, ...] = ("int8", "int16")
 """Ways to compute that multiply packed quants."""
 Quantization = Literal["none", "int8", "int4"]
-Policy = Literal["arrival", "priority"]
+Policy = Literal["arrival", "fair", "priority"]
 Value = TypeVar("Value")
 Choice = tuple[Value, Reason]
 
@@ -116,7 +116,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "backend": ("cpu", "cuda", "plain"),
     "compute": ("bf16", "f32", "int16", "int8"),
     "kv_format": ("bf16", "f16", "f32", "fp8"),
-    "policy": ("arrival", "priority"),
+    "policy": ("arrival", "fair", "priority"),
     "quantization": ("int4", "int8", "none"),
 }
 
@@ -327,12 +327,15 @@ def choose_policy(means: Means) -> Choice[Policy]:
         return "priority", Reason(
             choice="policy", value="priority", why="as asked; waiting raises a request's priority", pinned=True
         )
+    if means.policy == "fair":
+        why = "as asked; the tenant that was served least comes next, however many requests another one sends"
+        return "fair", Reason(choice="policy", value="fair", why=why, pinned=True)
     why = "first come, first served; fair as long as nobody states priorities"
     return "arrival", Reason(
         choice="policy",
         value="arrival",
         why=why,
-        rejected="priority: no priorities stated",
+        rejected="priority: no priorities stated; fair: it has to be asked for",
         pinned=means.policy is not None,
     )
 

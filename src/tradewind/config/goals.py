@@ -27,7 +27,7 @@ class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     page_tokens: int | None = None
     max_tokens_per_step: int | None = None
     max_running: int | None = None
-    policy: Literal["arrival", "priority"] | None = None
+    policy: Literal["arrival", "fair", "priority"] | None = None
     prefix_cache: bool | None = None
     overlap: bool | None = None
     """Decide step N + 1 while step N runs."""

@@ -50,7 +50,7 @@ class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_step: int
     """Token budget of a step, prefill chunks and decode rows together."""
     max_context: int
-    policy: Literal["arrival", "priority"]
+    policy: Literal["arrival", "fair", "priority"]
     steps_in_flight: int
     """1: decide after collect; 2: decide step N + 1 while step N runs."""
     age_limit_s: float

@@ -165,6 +165,15 @@ TECHNIQUES: dict[str, Technique] = {
         test="tests/engine/test_same_text.py::test_a_batch_under_any_means_equals_each_alone",
         effect=f"{CPU_RUN}: L1 314 / 151 tok/s, 2.1x; L3 647 / 574, 1.13x",
     ),
+    "tenant_fairness": Technique(
+        layer="schedule",
+        switch="means.policy (fair)",
+        helps="whoever asks for little: a tenant's wait does not depend on how many requests another one sends",
+        hurts="the tenant that asks for most; its requests wait though they came first",
+        prerequisites=("API keys, or clients that state `user` honestly",),
+        metric="Scheduled.waited_s by Arrived.tenant",
+        test="tests/host/test_fair_queue.py::test_service_of_tenants_that_wait_differs_by_a_bounded_amount",
+    ),
     "window_page_freeing": Technique(
         layer="cache",
         switch="always on for windowed layers (Gemma 3)",

@@ -6,7 +6,7 @@ they were submitted; a page written by step N may be read by step N + 1.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tradewind.contract.step import Step, StepResult
 
@@ -22,3 +22,14 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Gives everything back; afterwards submit and collect must not be called."""
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """An executor that can do without its memory of keys and values for a while."""
+
+    def rest(self) -> None:
+        """Gives that memory back to the system; what was in it is lost, and it comes back as steps write to it.
+
+        Only while no step flies and no page is in use.
+        """

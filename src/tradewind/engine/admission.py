@@ -50,7 +50,7 @@ class Admission:
         self.compiling: list[Sequence] = []
         """BLOCKED until their grammars are compiled, in order of arrival."""
         self._grammars = grammars
-        self.queue = WaitingQueue(policy)
+        self.queue: WaitingQueue = policy.queue()
         self.recomputed_tokens = 0
         self._schedule = schedule
         self._policy = policy
@@ -220,7 +220,7 @@ class Admission:
             return lack
         if parent is not None and self._copy_last_page(parent, sequence, lease, limit):
             start = sequence.known - 1
-        self.queue.remove(sequence)
+        self.queue.take(sequence, start=start)
         running.enter(sequence, lease, start=start)
         resumed = sequence.preemptions > 0
         if resumed:

@@ -23,7 +23,7 @@ from tradewind.contract.errors import EngineDeadError, RequestError
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.columns import Report, StepTokens
-from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget, Order
+from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget, Order, Sleep
 
 
 class Handle:
@@ -157,6 +157,10 @@ class Client:
         """Empties the prefix cache of what no running request uses."""
         self._post(Forget())
 
+    def sleep(self) -> None:
+        """As soon as nothing runs, empties the prefix cache and gives its memory back; the next request wakes the engine."""
+        self._post(Sleep())
+
     def run(self, requests: Iterable[Request]) -> list[Handle]:
         """Submits all and waits until all have ended; the handles in the same order."""
         handles = [self.submit(request, stream=False) for request in requests]
@@ -264,9 +268,20 @@ class LocalClient(Client):
     def threaded(self) -> bool:
         return self._thread is not None
 
+    @property
+    def loop(self) -> EngineLoop:
+        """The engine itself, for what only watches it."""
+        return self._loop
+
     def forget(self) -> None:
         """Empties the prefix cache of what no running request uses."""
         super().forget()
+        if not self.threaded:
+            self.drive()
+
+    def sleep(self) -> None:
+        """As soon as nothing runs, empties the prefix cache and gives its memory back; the next request wakes the engine."""
+        super().sleep()
         if not self.threaded:
             self.drive()
 

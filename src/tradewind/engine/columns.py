@@ -9,6 +9,7 @@ finish, no logprobs) in one record, and the client spells out only what somebody
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -59,6 +60,13 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 Report = Event | StepTokens
 """What the scheduler tells: events, and columns of them."""
+
+
+@runtime_checkable
+class ReportSink(Protocol):
+    """A `contract.events.Sink` that takes what one turn of the engine brought as it is; must return at once and never raise."""
+
+    def take_reports(self, reports: list[Report]) -> None: ...
 
 
 def spelled_out(reports: list[Report]) -> Iterator[Event]:

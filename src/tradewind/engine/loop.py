@@ -16,9 +16,9 @@ import msgspec
 
 from tradewind.contract.errors import EngineDeadError, UserError
 from tradewind.contract.events import FinishReason, Sink, TokensOut
-from tradewind.contract.executor import Executor
+from tradewind.contract.executor import Executor, Resting
 from tradewind.contract.request import Request
-from tradewind.engine.columns import Report, spelled_out
+from tradewind.engine.columns import Report, ReportSink, spelled_out
 from tradewind.engine.limits import check_fits
 from tradewind.engine.scheduler import Scheduler
 
@@ -52,7 +52,11 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     """Order: empty the prefix cache of what nobody uses."""
 
 
-Order = Add | Cancel | Finish | Forget
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Order: as soon as nothing runs, empty the prefix cache and give its memory back. The next request wakes the engine."""
+
+
+Order = Add | Cancel | Finish | Forget | Sleep
 
 
 class EngineLoop:
@@ -64,14 +68,17 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         clock: Callable[[], float],
-        sinks: Sequence[Sink] = (),
+        sinks: Sequence[Sink | ReportSink] = (),
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
-        self._sinks = tuple(sinks)
+        # Who takes a turn's reports whole is spared one event for each token.
+        self._sinks = tuple(sink for sink in sinks if not isinstance(sink, ReportSink))
+        self._report_sinks = tuple(sink for sink in sinks if isinstance(sink, ReportSink))
         self._orders: deque[Order] = deque()
         self._fruitless = 0
+        self._sleepy = False
         self._closed = False
         self.dead: str | None = None
         """Why no step can be done any more."""
@@ -111,6 +118,8 @@ class EngineLoop:
         """
         try:
             reports = self._turn()
+            if self._sleepy and self.scheduler.idle:
+                self._sleep()
         except EngineDeadError as error:
             reports = self._die(str(error))
         except Exception as error:
@@ -171,9 +180,18 @@ class EngineLoop:
                 self.scheduler.cancel(order.request_id, now)
             elif isinstance(order, Finish):
                 self.scheduler.finish(order.request_id, now, reason=order.reason)
+            elif isinstance(order, Sleep):
+                self._sleepy = True
             else:
                 self.scheduler.forget()
         return refused
+
+    def _sleep(self) -> None:
+        """Nothing runs: no page holds anything that is needed."""
+        self._sleepy = False
+        self.scheduler.forget()
+        if isinstance(self._executor, Resting):
+            self._executor.rest()
 
     def _die(self, why: str) -> list[Report]:
         self.dead = why
@@ -181,7 +199,11 @@ class EngineLoop:
         return self.scheduler.take_reports()
 
     def _tell(self, reports: list[Report]) -> None:
-        if self._sinks and reports:
+        if not reports:
+            return
+        for whole in self._report_sinks:
+            whole.take_reports(reports)
+        if self._sinks:
             for event in spelled_out(reports):
                 for sink in self._sinks:
                     sink.take(event)

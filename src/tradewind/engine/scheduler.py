@@ -357,6 +357,8 @@ class Scheduler:
             sequence = rows.sequences[int(slot[row])]
             if valid[row] and sequence is not None:
                 self._end(sequence, "stop", now, embedding=vector.tobytes())
+        if self._policy.accounts is not None:
+            self._charge(live, brought[valid])
         if len(result.tokens):
             self._take_tokens(result, flight, valid, brought, now)
         if self.cache.sliding:
@@ -382,6 +384,15 @@ class Scheduler:
             )
         )
         return self.take_reports()
+
+    def _charge(self, slots: Ints, tokens: Ints) -> None:
+        """Counts generated tokens to their tenants."""
+        accounts, rows = self._policy.accounts, self._running.rows
+        assert accounts is not None
+        for slot, count in zip(slots.tolist(), tokens.tolist(), strict=True):
+            sequence = rows.sequences[slot]
+            if count and sequence is not None:
+                accounts.generated(sequence.account, count)
 
     def _take_chunk(self, slot: int, logprobs: RowLogprobs | None) -> None:
         """A prompt chunk is certain: publishes its pages and wakes who waited for them."""

@@ -19,6 +19,7 @@ from tradewind.cache.radix import Namespace
 from tradewind.contract.events import FinishReason
 from tradewind.contract.request import Request
 from tradewind.contract.step import Ints, TokenLogprobs
+from tradewind.engine.accounts import Account
 
 
 class State(Enum):
@@ -55,6 +56,7 @@ class Sequence:
 
     __slots__ = (
         "_chunks",
+        "account",
         "arrived_s",
         "cached_tokens",
         "computed",
@@ -101,6 +103,9 @@ class Sequence:
         self.place = place
         """Counts arrivals; breaks ties of the queue's order."""
         self.order = 0.0
+        """Its place among those that run; smaller was sooner."""
+        self.account: Account | None = None
+        """Its tenant's, where the queue's policy has accounts."""
         self.preemptions = 0
         self.lost_tokens = 0
         """How many tokens were computed when it was preempted last."""

@@ -2,7 +2,7 @@
 
 Knows: what may cross and how it is framed. Refuses to know: who starts whom, and what a message leads to.
 
-      front  --  Start, Add, Cancel, Finish, Forget, Describe, Fault, Drain, Stop  -->  engine
+      front  --  Start, Add, Cancel, Finish, Forget, Sleep, Describe, Fault, Drain, Stop  -->  engine
       front  <--  Located, Ready, Batch (one per turn of the engine), Described, Fatal  --  engine
 
       on the socket      | length, 4 bytes | msgpack | length | msgpack | ...
@@ -27,7 +27,7 @@ from tradewind.config.goals import Goals
 from tradewind.config.plan import CachePlan, Plan, SchedulePlan
 from tradewind.contract.events import Event
 from tradewind.engine.columns import Report, StepTokens
-from tradewind.engine.loop import Add, Cancel, Finish, Forget
+from tradewind.engine.loop import Add, Cancel, Finish, Forget, Sleep
 from tradewind.engine.stats import EngineStats
 
 MAX_MESSAGE_BYTES = 1 << 30
@@ -73,7 +73,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End now: open requests end with "abort"."""
 
 
-Order = Start | Add | Cancel | Finish | Forget | Describe | Fault | Drain | Stop
+Order = Start | Add | Cancel | Finish | Forget | Sleep | Describe | Fault | Drain | Stop
 
 
 # -- engine to front -------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Hub:
         try:
             self.metrics.take_receipt(receipt)
             if self.traces is not None:
-                self.traces.take_receipt(receipt, traceparent=getattr(receipt, "traceparent", ""))
+                self.traces.take_receipt(receipt, traceparent=receipt.traceparent)
             if self._log_requests:
                 log_request(receipt)
         except Exception as error:  # whoever listens must not harm the answer

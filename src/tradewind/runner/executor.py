@@ -61,6 +61,11 @@ class LocalExecutor:
         assert isinstance(result, StepResult)
         return result
 
+    def rest(self) -> None:
+        """See contract.Resting: no step flies, so that the thread, if there is one, touches nothing."""
+        assert self._in_flight == 0, "rest while a step flies"
+        self._runner.rest()
+
     def close(self) -> None:
         """Ends the thread after its current step and gives the op set's threads back. Safe to call twice."""
         if self._thread is not None:

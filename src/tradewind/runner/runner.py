@@ -198,6 +198,14 @@ class StepRunner:
         self._ops.gather_rows(self._hidden, self._head_index, out=self._head_hidden, count=self._head_count)
         self._model.logits(self._head_hidden, out=self._logits, count=self._head_count)
 
+    def rest(self) -> None:
+        """Gives the memory of keys and values back to the system, where the op set can; addresses stay, contents are lost."""
+        release = getattr(self._ops, "release", None)
+        if release is not None:
+            for layer in self._kv:
+                release(layer.k)
+                release(layer.v)
+
     def close(self) -> None:
         """Ends the threads that this has started."""
         if self._grammar is not None:

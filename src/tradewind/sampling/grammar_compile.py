@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -136,10 +136,13 @@ class GrammarCompiler:
                 return entry.compiled
         return self._compile(text)
 
-    def warm(self) -> None:
-        """Builds what all grammars share (the tokenizer's trie, 0.1 to 0.5 s) in a thread, before the first grammar needs it."""
+    def warm(self) -> Future[object]:
+        """Builds what all grammars share (the tokenizer's trie, 0.1 to 0.5 s) in a thread, before the first grammar needs it.
+
+        The future ends with it, or with the error that the first grammar will get.
+        """
         with self._lock:
-            self._threads().submit(self._shared)
+            return cast("Future[object]", self._threads().submit(self._shared))
 
     def shut(self) -> None:
         """Ends the threads after what they do now; what was queued is dropped. Safe to call twice."""

@@ -14,6 +14,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -58,6 +59,11 @@ class StructuredOutput:
         self.limits = limits or SchemaLimits()
         self._checked: OrderedDict[str, str] = OrderedDict()
         self._lock = Lock()
+
+    def warm(self) -> None:
+        """Imports the grammar library, which takes 0.1 s, where it is installed: the first request should not wait for it."""
+        with suppress(MissingExtraError):
+            _llguidance()
 
     # -- from what clients send --------------------------------------------------------------------------------------
 

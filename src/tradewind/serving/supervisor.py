@@ -144,6 +144,11 @@ class Supervisor:
         if self._client is not None:
             self._client.finish(request_id, reason=reason)
 
+    def sleep(self) -> None:
+        """See EngineClient."""
+        if self._client is not None:
+            self._client.sleep()
+
     @property
     def why_dead(self) -> str | None:
         return self._why_dead or (self._client.why_dead if self._client is not None else None)

@@ -54,6 +54,9 @@ _END_TEXTS = frozenset(
 
 Kind = Literal["byte_level", "spm", "other"]
 
+LONG_CHARACTERS = 2048
+"""Texts up to this size take under a millisecond or two; longer ones are encoded so that other threads run meanwhile."""
+
 
 class _TokenBytes(dict[int, bytes]):
     """id -> the bytes it stands for, found when first asked for; `blank` ids stand for nothing."""
@@ -168,6 +171,9 @@ class TextTokenizer:
 
     def _encode(self, text: str) -> list[int]:
         _check_text(text)
+        if len(text) > LONG_CHARACTERS:
+            # The library lets other threads run only while it encodes a batch, and streams must go on meanwhile.
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _begins_with_prefix(self, ids: Sequence[int]) -> bool:

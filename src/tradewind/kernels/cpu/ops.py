@@ -106,6 +106,17 @@ class CpuOps:
             pages = mmap.mmap(-1, nbytes)
         return np.frombuffer(pages, np.uint8, nbytes).view(kind).reshape(shape)
 
+    def release(self, memory: Array) -> None:
+        """Gives the system back what a large array of `empty` occupies: it is untouched zeros again. Small ones stay as they are."""
+        if memory.nbytes < LARGE_BYTES or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        base: Any = memory
+        while isinstance(base, np.ndarray):
+            base = base.base
+        pages = base.obj if isinstance(base, memoryview) else base
+        assert isinstance(pages, mmap.mmap), f"this array lies in {type(pages).__name__}, not in pages of its own"
+        pages.madvise(mmap.MADV_DONTNEED)
+
     def constant(self, values: npt.NDArray[Any]) -> Array:
         self._outside_recording("constant")
         copy = matrix.aligned_bytes(values.nbytes).view(values.dtype).reshape(values.shape)

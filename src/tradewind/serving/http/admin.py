@@ -6,11 +6,12 @@ Knows: what each tells. Refuses to know: how metrics are counted (a callable giv
 from __future__ import annotations
 
 import time
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from tradewind.serving.http.answers import Aborted, Detokenized, Health, ModelList, ModelRecord, Tokenized
+from tradewind.serving.http.answers import Aborted, Detokenized, Health, ModelList, ModelRecord, Sleeping, Tokenized
 from tradewind.serving.http.asking import characters_of, chat_ids, check_model, render_chat, text_ids
 from tradewind.serving.http.desk import Desk
 from tradewind.serving.http.edge import caller_of, refuse, respond
@@ -159,6 +160,8 @@ class HealthPage(Page):
             status = "dead"
         elif self.desk.closing:
             status, error = "closing", "the server is shutting down"
+        elif self.desk.asleep and not self.desk.open_requests:
+            status = "asleep"
         elif (stats.running or stats.waiting) and still_s > front.options.health_timeout_s:
             status = "stalled"
             error = (
@@ -170,7 +173,59 @@ class HealthPage(Page):
             "steps": stats.steps, "pages_used": stats.pages_used, "pages_total": stats.pages_total, "error": error,
         }  # fmt: skip
         body = msgspec.json.encode(msgspec.convert(report, Health))
-        await respond(scope, send, 200 if status == "ok" else 503, body, headers={"Cache-Control": "no-store"})
+        code = 200 if status in ("ok", "asleep") else 503
+        await respond(scope, send, code, body, headers={"Cache-Control": "no-store"})
+
+
+class SleepPage(Page):
+    """POST /sleep?level=1: open requests end, nothing new is taken, the prefix cache is emptied and its memory given back."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        _may_sleep(self.front)
+        given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        level = given.pop("level", ["1"])[-1]
+        if given:
+            name = next(iter(given))
+            raise ApiError(
+                400, f"{name[:100]!r} is not known here; /sleep takes level", param=name[:100], code="unknown_parameter"
+            )
+        if level == "2":
+            said = (
+                "level 2 would drop the weights, and this server cannot load them again; use level 1, or end the server"
+            )
+            raise ApiError(400, said, param="level", code="unsupported_parameter")
+        if level != "1":
+            raise ApiError(400, f"level is {level[:100]!r}; it must be 1", param="level", code="invalid_value")
+        await self.desk.sleep()
+        await _sleeping(self.desk, scope, send)
+
+
+class WakePage(Page):
+    """POST /wake_up: requests are taken again; memory comes back as they need it."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        _may_sleep(self.front)
+        self.desk.asleep = False
+        await _sleeping(self.desk, scope, send)
+
+
+class IsSleepingPage(Page):
+    """GET /is_sleeping."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        await _sleeping(self.desk, scope, send)
+
+
+def _may_sleep(front: Front) -> None:
+    if not front.options.allow_sleep:
+        raise ApiError(
+            403, "sleeping is off, because it stops everybody's service; start the server with --allow-sleep",
+            code="sleep_not_allowed",
+        )  # fmt: skip
+
+
+async def _sleeping(desk: Desk, scope: Scope, send: Send) -> None:
+    await respond(scope, send, 200, msgspec.json.encode(Sleeping(is_sleeping=desk.asleep)))
 
 
 class MetricsPage(Page):

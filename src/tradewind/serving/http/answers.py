@@ -235,10 +235,17 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     """Open requests with that id that were asked to end; 0 when none is open (it may just have ended)."""
 
 
+class Sleeping(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /sleep, POST /wake_up, GET /is_sleeping."""
+
+    is_sleeping: bool
+    """True from the moment on from which nothing new is taken."""
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """GET /health."""
 
-    status: Literal["ok", "stalled", "dead", "closing"]
+    status: Literal["ok", "asleep", "stalled", "dead", "closing"]
     running: int
     waiting: int
     since_progress_s: float

@@ -21,11 +21,14 @@ from tradewind.serving.http.admin import (
     DetokenizeEndpoint,
     DocsPage,
     HealthPage,
+    IsSleepingPage,
     MetricsPage,
     ModelPage,
     ModelsPage,
     SchemaPage,
+    SleepPage,
     TokenizeEndpoint,
+    WakePage,
 )
 from tradewind.serving.http.chat import ChatEndpoint
 from tradewind.serving.http.completions import CompletionsEndpoint
@@ -48,11 +51,14 @@ def make_app(front: Front) -> Starlette:
         "/tokenize": TokenizeEndpoint,
         "/detokenize": DetokenizeEndpoint,
         "/abort": AbortEndpoint,
+        "/sleep": SleepPage,
+        "/wake_up": WakePage,
     }
     gets: dict[str, Callable[[Front, Desk], ASGIApp]] = {
         "/v1/models": ModelsPage,
         "/v1/models/{model:path}": ModelPage,
         "/health": HealthPage,
+        "/is_sleeping": IsSleepingPage,
         "/metrics": MetricsPage,
         "/openapi.json": SchemaPage,
         "/docs": DocsPage,

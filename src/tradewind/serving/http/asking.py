@@ -115,7 +115,7 @@ def make_requests(
     options = front.options
     if body.priority and not front.honours_priority:
         raise ApiError(
-            400, "priority is not honoured here: this server answers in the order of arrival; leave it out or use the policy 'priority'",
+            400, "priority is not honoured here: this server's queue does not look at it; leave it out, or serve with --policy priority",
             param="priority", code="unsupported_parameter",
         )  # fmt: skip
     count = len(prompts) * sampling.n
@@ -164,27 +164,18 @@ def _too_long(
 
 def text_ids(front: Front, text: str, *, special: bool, field: str) -> list[int]:
     """Token ids of a text, as the tokenizer's `encode` gives them. Raises ApiError."""
-    tokenizer = front.tokenizer
     try:
-        if len(text) <= front.options.inline_characters:
-            return tokenizer.encode(text, add_special=special)
-        # The library lets other threads run only while it encodes a batch, and streams must go on.
-        return tokenizer.encode_batch([text], add_special=special)[0]
+        return front.tokenizer.encode(text, add_special=special)
     except RequestError as error:
         raise api_error(error, param=field) from None
 
 
 def chat_ids(front: Front, rendered: str, *, field: str) -> list[int]:
     """Token ids of a rendered conversation, as the tokenizer's `encode_chat` gives them. Raises ApiError."""
-    tokenizer = front.tokenizer
     try:
-        if len(rendered) <= front.options.inline_characters:
-            return tokenizer.encode_chat(rendered)
-        ids = tokenizer.encode_batch([rendered], add_special=False)[0]
+        return front.tokenizer.encode_chat(rendered)
     except RequestError as error:
         raise api_error(error, param=field) from None
-    prefix = tokenizer.prefix_ids
-    return ids if tuple(ids[: len(prefix)]) == prefix else [*prefix, *ids]
 
 
 # -- chat

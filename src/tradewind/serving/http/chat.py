@@ -119,6 +119,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             async with Flight(
                 front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
                 endpoint="/v1/chat/completions", tenant=caller.tenant, stream=bool(body.stream),
+                traceparent=caller.traceparent,
             ) as flight:  # fmt: skip
                 if body.stream:
                     stream.keep_alive(front.options.keep_alive_s)

@@ -108,6 +108,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
             async with Flight(
                 front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
                 endpoint="/v1/completions", tenant=caller.tenant, stream=bool(body.stream),
+                traceparent=caller.traceparent,
             ) as flight:  # fmt: skip
                 if body.stream:
                     stream.keep_alive(front.options.keep_alive_s)

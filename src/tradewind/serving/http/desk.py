@@ -50,6 +50,8 @@ class Desk:
         """Requests that were answered 429."""
         self.closing = False
         """The server drains: nothing new is taken."""
+        self.asleep = False
+        """Nothing new is taken until somebody wakes the server."""
         self._answer_s = 1.0
 
     # -- admission
@@ -68,18 +70,11 @@ class Desk:
 
     def check(self, sequences: int) -> None:
         """Raises ApiError 429, with Retry-After, when more would wait than may, and 503 when nothing can be served."""
-        front = self._front
-        dead = front.client.why_dead
-        if dead is not None:
-            raise ApiError(503, f"the engine does not work any more: {dead}", code="engine_dead")
-        if self.closing:
-            raise ApiError(
-                503,
-                "the server is shutting down and takes no new requests",
-                code="shutting_down",
-                headers={"Retry-After": "5"},
-            )
+        self._check_serving()
+        if self.asleep:
+            raise ApiError(503, "the server is asleep and takes no requests; wake it with POST /wake_up", code="asleep")
         # Our own count is exact at once, which what the engine tells is not; a request with more samples than fit may come alone.
+        front = self._front
         limit = front.options.max_queue
         if self.sequences and self.sequences + sequences > front.max_running + limit:
             self.refused += 1
@@ -90,6 +85,18 @@ class Desk:
                 headers={"Retry-After": str(self.retry_after_s())},
             )
 
+    def _check_serving(self) -> None:
+        dead = self._front.client.why_dead
+        if dead is not None:
+            raise ApiError(503, f"the engine does not work any more: {dead}", code="engine_dead")
+        if self.closing:
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no new requests",
+                code="shutting_down",
+                headers={"Retry-After": "5"},
+            )
+
     def retry_after_s(self) -> int:
         """About when a place in the queue is free, in whole seconds from 1 to 60."""
         turns = max(1.0, self.sequences / max(1, self._front.max_running))
@@ -98,6 +105,19 @@ class Desk:
     def took(self, seconds: float) -> None:
         """Remembers how long an answer took."""
         self._answer_s += SMOOTHING * (seconds - self._answer_s)
+
+    async def sleep(self) -> None:
+        """Takes nothing new, waits until what is open has ended, and lets the engine sleep. A second call finds it done.
+
+        Raises ApiError when the engine is dead, the server drains, or somebody woke it meanwhile.
+        """
+        self._check_serving()
+        self.asleep = True
+        while self.open_requests:
+            await asyncio.sleep(0.01)
+            if not self.asleep:
+                raise ApiError(409, "the server was woken before the open requests had ended", code="woken")
+        self._front.client.sleep()
 
     # -- who is open
 

@@ -27,11 +27,13 @@ Headers = list[tuple[bytes, bytes]]
 class Caller:
     """Who sent a request; carried in the ASGI scope as "tradewind"."""
 
-    __slots__ = ("headers", "request_id", "tenant")
+    __slots__ = ("headers", "request_id", "tenant", "traceparent")
 
-    def __init__(self, request_id: str, tenant: str, headers: Headers) -> None:
+    def __init__(self, request_id: str, tenant: str, headers: Headers, *, traceparent: str = "") -> None:
         self.request_id, self.tenant, self.headers = request_id, tenant, headers
         """`headers` belong on every answer to this request."""
+        self.traceparent = traceparent
+        """W3C Trace Context of the caller's span; empty: none."""
 
 
 def caller_of(scope: Scope) -> Caller:
@@ -72,7 +74,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given_id = authorization = origin = api_key = b""
+        given_id = authorization = origin = api_key = traceparent = b""
         for name, value in scope["headers"]:
             if name == b"x-request-id":
                 given_id = value
@@ -82,6 +84,8 @@ class Edge:
                 api_key = value
             elif name == b"origin":
                 origin = value
+            elif name == b"traceparent":
+                traceparent = value
         request_id = _clean_id(given_id) or "req-" + secrets.token_hex(12)
         headers: Headers = [(b"x-request-id", request_id.encode())]
         if origin and self._origins:
@@ -90,7 +94,7 @@ class Edge:
             elif origin in self._origins:
                 headers += [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
             headers.append((b"access-control-expose-headers", b"x-request-id, retry-after, warning"))
-        caller = scope["tradewind"] = Caller(request_id, "", headers)
+        caller = scope["tradewind"] = Caller(request_id, "", headers, traceparent=_clean_id(traceparent))
         if scope["method"] == "OPTIONS" and origin and self._origins:
             headers += [
                 (b"access-control-allow-methods", b"GET, POST, OPTIONS"),

@@ -80,7 +80,7 @@ class EmbeddingsEndpoint(Endpoint[EmbeddingsRequest]):
             listeners = await self.desk.off_loop(prepare, characters=characters)
             async with Flight(
                 front, self.desk, listeners, receive=receive, id=answer_id, request_id=caller.request_id,
-                endpoint="/v1/embeddings", tenant=caller.tenant, stream=False,
+                endpoint="/v1/embeddings", tenant=caller.tenant, stream=False, traceparent=caller.traceparent,
             ) as flight:  # fmt: skip
                 async with aclosing(flight.parts()) as turns:
                     async for parts in turns:

@@ -39,12 +39,13 @@ class Flight:
         endpoint: str,
         tenant: str,
         stream: bool,
+        traceparent: str = "",
     ) -> None:
         self._front, self._desk, self._receive = front, desk, receive
         self.voices = list(voices)
         self.counts = Counts(self.voices)
         self.open = OpenRequest(id=id, request_id=request_id, tenant=tenant)
-        self._endpoint, self._stream = endpoint, stream
+        self._endpoint, self._stream, self._traceparent = endpoint, stream, traceparent
         self._handles: list[tuple[EngineHandle, Voice]] = []
         self._watcher: asyncio.Task[None] | None = None
         self.arrived_s = self.voices[0].request.arrived_s
@@ -95,6 +96,7 @@ class Flight:
             finished_s=now,
             finish="disconnect" if self.open.left else ",".join(voice.finish or "abort" for voice in voices),
             error=next((voice.error for voice in voices if voice.error), None),
+            traceparent=self._traceparent,
         )
 
     def _end(self) -> None:

@@ -53,6 +53,9 @@ class EngineClient(Protocol):
     def finish(self, request_id: str, *, reason: FinishReason = "stop") -> None:
         """Ends a sequence because its text is complete; unknown ids are ignored."""
 
+    def sleep(self) -> None:
+        """As soon as nothing runs, empties the prefix cache and gives its memory back; the next request wakes the engine."""
+
     @property
     def why_dead(self) -> str | None:
         """Why no request can be served any more; None while the engine lives."""
@@ -84,6 +87,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     finish: str
     """Reasons of all samples, joined by commas; "disconnect" when the client left."""
     error: str | None = None
+    traceparent: str = ""
+    """The caller's, as it came."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,8 @@ class Options:
     """Samples times prompts of one HTTP request."""
     cors_origins: tuple[str, ...] = ()
     """Empty: no CORS headers. "*" allows every origin."""
+    allow_sleep: bool = False
+    """Whether POST /sleep is obeyed: whoever may ask anything may then stop everybody's service."""
     request_timeout_s: float | None = None
     health_timeout_s: float = 10.0
     """So long without a step while there is work, and /health answers 503."""

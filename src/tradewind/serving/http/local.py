@@ -67,6 +67,10 @@ class LocalEngine:
         """See EngineClient."""
         self._client.finish(request_id, reason=reason)
 
+    def sleep(self) -> None:
+        """See EngineClient."""
+        self._client.sleep()
+
     @property
     def why_dead(self) -> str | None:
         return self._loop.dead

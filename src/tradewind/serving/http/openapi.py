@@ -34,6 +34,8 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
     """The content type of an answer that is not JSON."""
     also: tuple[int, ...] = ()
     """Statuses beyond those that every endpoint of its kind has."""
+    query: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Parameters of the URL, none of them needed: name and schema."""
     open: bool = False
     """Needs no API key."""
 
@@ -63,6 +65,13 @@ ENDPOINTS: tuple[Described, ...] = (
     ),
     Described(path="/detokenize", method="post", summary="Text of token ids", takes=types.DetokenizeRequest, gives=answers.Detokenized),
     Described(path="/abort", method="post", summary="End open requests", takes=types.AbortRequest, gives=answers.Aborted),
+    Described(
+        path="/sleep", method="post", summary="Finish what is open, take nothing new, give the cache's memory back",
+        gives=answers.Sleeping, also=(400, 403, 409, 503),
+        query=(("level", {"type": "integer", "minimum": 1, "maximum": 1, "default": 1}),),
+    ),
+    Described(path="/wake_up", method="post", summary="Take requests again", gives=answers.Sleeping, also=(403,)),
+    Described(path="/is_sleeping", method="get", summary="Whether the server sleeps", gives=answers.Sleeping),
     Described(path="/health", method="get", summary="Whether the engine makes progress", gives=answers.Health, also=(503,), open=True),
     Described(path="/metrics", method="get", summary="Metrics for Prometheus", text="text/plain", also=(404,)),
     Described(path="/openapi.json", method="get", summary="This description", open=True),
@@ -119,6 +128,8 @@ def _operation(one: Described, by_kind: dict[type, Any], *, keys: bool) -> dict[
     }
     if one.takes is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": by_kind[one.takes]}}}
+    if one.query:
+        operation["parameters"] = [{"name": name, "in": "query", "schema": shape} for name, shape in one.query]
     if "{model}" in one.path:
         operation["parameters"] = [
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

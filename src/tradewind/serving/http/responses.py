@@ -138,6 +138,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             async with Flight(
                 front, self.desk, [voice], receive=receive, id=answer_id, request_id=caller.request_id,
                 endpoint="/v1/responses", tenant=caller.tenant, stream=bool(body.stream),
+                traceparent=caller.traceparent,
             ) as flight:  # fmt: skip
                 if body.stream:
                     stream.keep_alive(front.options.keep_alive_s)
