@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,7 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
     """
     began_s = time.perf_counter() if began_s is None else began_s
     _check(options)
+    _need_the_server()
     text = None if options.script is None else _read_file(options.script)
     with bind(options.host, options.port) as listener:
         process, end, launched_s = _launch()
@@ -147,7 +149,6 @@ def _serve_beside(
     engine: Supervisor, listener: socket.socket, options: ServeOptions, *, start: Start, phases: _Start
 ) -> int:
     """Makes the front while the engine builds itself, and serves; returns the exit code."""
-    _need_the_server()
     from tradewind.observability.hub import Hub
     from tradewind.observability.logs import set_up_logs
     from tradewind.serving.http.server import FrontServer, Patience
@@ -372,12 +373,10 @@ def url_of(listener: socket.socket) -> str:
 
 
 def _need_the_server() -> None:
-    """Imports the web packages. Raises MissingExtraError naming the first that is not there."""
+    """Raises MissingExtraError naming the first web package that is not there; imports none, which would hold up the engine's start."""
     for package in ("starlette", "uvicorn"):
-        try:
-            __import__(package)
-        except ImportError:
-            raise MissingExtraError(package=package, extra="server", purpose="serving over HTTP") from None
+        if find_spec(package) is None:
+            raise MissingExtraError(package=package, extra="server", purpose="serving over HTTP")
 
 
 def _read_file(path: Path) -> bytes:

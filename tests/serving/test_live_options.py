@@ -111,3 +111,38 @@ def test_the_caller_s_span_reaches_the_receipt(header: str, kept: bool) -> None:
         assert isinstance(one, Live)
         one.post("/v1/chat/completions", chat_body("hi"), headers={"traceparent": header})
     assert [receipt.traceparent for receipt in receipts] == [header if kept else ""]
+
+
+def test_a_listener_in_this_process_gets_columns_whole() -> None:
+    """`EngineLoop` spells a step's columns out only for sinks that want single events."""
+    import time
+
+    import numpy as np
+
+    from tradewind.contract.events import TokensOut
+    from tradewind.engine.columns import StepTokens
+    from tradewind.engine.loop import EngineLoop
+
+    class Whole:
+        def __init__(self) -> None:
+            self.taken: list[Any] = []
+
+        def take_reports(self, reports: list[Any]) -> None:
+            self.taken.append(reports)
+
+    class Single:
+        def __init__(self) -> None:
+            self.taken: list[Any] = []
+
+        def take(self, event: Any) -> None:
+            self.taken.append(event)
+
+    whole, single = Whole(), Single()
+    unused: Any = None
+    loop = EngineLoop(scheduler=unused, executor=unused, clock=time.monotonic, sinks=(whole, single))
+    two = np.array([1, 2], np.int32)
+    column = StepTokens(at_s=0.0, ids=["a", "b"], tokens=two, generated=two, cached=two, prompt=two)
+    loop._tell([column])
+    loop._tell([])
+    assert whole.taken == [[column]]
+    assert [type(event) for event in single.taken] == [TokensOut] * 2 and single.taken[1].tokens == (2,)

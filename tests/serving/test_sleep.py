@@ -14,8 +14,8 @@ from process_support import rss_bytes, server
 from support_engine import Engine, request
 from tiny_engine import write_checkpoint
 
-from tradewind.contract.events import Scheduled
-from tradewind.engine.loop import Sleep
+from tradewind.contract.events import Scheduled, TokensOut
+from tradewind.engine.loop import Add, Sleep
 from tradewind.kernels.cpu import library
 from tradewind.serving.http.front import Options
 from tradewind.simulate.scripted import ScriptedExecutor
@@ -136,6 +136,22 @@ def test_the_engine_sleeps_when_nothing_runs_and_not_before() -> None:
     assert device.rested == 2
     assert [e.cached_tokens for e in engine.of(Scheduled)] == [0, 0]
     assert all(pool.free == pool.total - 1 for pool in engine.scheduler.cache.pools)
+
+
+def test_what_comes_right_after_the_sleep_finds_nothing_cached() -> None:
+    """The answer is whole, but its last step, which brought a token too many, still flies: its pages are published when it lands."""
+    engine = Engine()
+    engine.scheduler.add(request("a", range(30), max_tokens=50, eos_ids=()), engine.clock.now())
+    while not engine.of(TokensOut, "a"):
+        engine.loop.run_once()
+    engine.scheduler.finish("a", engine.clock.now())
+    assert engine.scheduler.flying and not engine.scheduler.unfinished
+    engine.loop.post(Sleep())
+    engine.loop.post(Add(request("b", range(30), max_tokens=8)))
+    while engine.loop.busy:
+        engine.loop.run_once()
+        engine.scheduler.check()
+    assert [e.cached_tokens for e in engine.of(Scheduled, "b")] == [0]
 
 
 def test_sleep_crosses_the_process_border(tmp_path: Path) -> None:

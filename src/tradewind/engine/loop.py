@@ -182,6 +182,11 @@ class EngineLoop:
                 self.scheduler.finish(order.request_id, now, reason=order.reason)
             elif isinstance(order, Sleep):
                 self._sleepy = True
+                # Of requests that have ended a step may still fly; whatever is ordered after this finds an empty cache.
+                while self.scheduler.flying and not self.scheduler.unfinished:
+                    refused += self.scheduler.absorb(self._executor.collect(), self._clock())
+                if self.scheduler.idle:
+                    self._sleep()
             else:
                 self.scheduler.forget()
         return refused

@@ -17,6 +17,8 @@ from typing import IO, Any
 from tradewind.observability.lives import ReceiptLike, tenant_hash
 
 ROOT = "tradewind"
+LIBRARIES = ("asyncio", "uvicorn")
+"""Loggers of others, whose errors belong into the same log in the same form."""
 REQUESTS = logging.getLogger("tradewind.requests")
 LEVELS = ("debug", "info", "warning", "error")
 QUIET_S = 60.0
@@ -118,6 +120,12 @@ def set_up_logs(
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False
+    for name in LIBRARIES:
+        library = logging.getLogger(name)
+        library.handlers = [handler]
+        # Their warnings are about what clients send, one line for each: only somebody who looks for a fault wants them.
+        library.setLevel(logging.WARNING if level == "debug" else logging.ERROR)
+        library.propagate = False
     return logger
 
 

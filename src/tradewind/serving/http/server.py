@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import uvicorn
 
@@ -93,6 +94,7 @@ class FrontServer:
             server_header=False,
             timeout_graceful_shutdown=LAST_WORDS_S,
             timeout_keep_alive=75,
+            http=_protocol(),
         )
         loop = asyncio.get_running_loop()
         self._server = _Server(config, on_ready=self._on_ready)
@@ -227,6 +229,15 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+
+def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
+    """uvicorn's way to read HTTP: with httptools, bounded; h11 has bounds of its own."""
+    try:
+        from tradewind.serving.http.bounded import BoundedProtocol
+    except ImportError:
+        return "h11"
+    return BoundedProtocol
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
