@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from hypothesis import settings
 from tradewind.config.env import cache_dir
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# Whoever starts the tests in the background of a script hands down an ignored Ctrl-C; the tests of Ctrl-C need it as in a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a red test is then red for everybody. `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("steady", deadline=None, derandomize=True, database=None, print_blob=True)
