@@ -16,9 +16,11 @@
 #   A16   test_user_cases_engine.py       test_a16_of_two_big_prompts
 #   A17   test_user_cases_engine.py       test_a17_priority_has_an_effect
 #   A18   test_user_cases_engine.py       test_a18_a_tenants_wait
-#   A22   test_user_cases_engine.py       test_a22_thirty_json_objects (a tiny model; there is no speculation in this version)
+#   A22   test_user_cases_drafts.py       test_a22_thirty_json_objects_with_drafts (scripted drafts)
+#         test_user_cases_engine.py       test_a22_thirty_json_objects_at_once (a tiny model under its grammar, no drafts)
 #         test_structured_engine.py       test_a22_thirty_at_once
-#   A23   test_user_cases_engine.py       test_a23_a_schema_with_an_enum (a tiny model; the same)
+#   A23   test_user_cases_drafts.py       test_a23_a_schema_under_concurrency (scripted drafts)
+#         test_user_cases_engine.py       test_a23_a_schema_with_an_enum (a tiny model under its grammar, no drafts)
 #         test_structured_engine.py       test_a23_a_shared_prefix
 #   A24   test_structured_engine.py       test_a24_a_model_that_loves_blanks (a tiny model)
 #   A26   test_user_cases.py              test_a26_characters_of_several_tokens
