@@ -19,6 +19,9 @@ from tradewind.models import bert, gemma3, llama, mistral, qwen2, qwen3
 class Model(Protocol):
     """What a runner sees of a model."""
 
+    backend: Backend
+    """Attention; its `plan` is called once before each forward."""
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, E] after the final norm."""
 

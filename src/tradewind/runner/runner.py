@@ -172,6 +172,7 @@ class StepRunner:
         assert not step.drafts.any(), "this runner has no drafter"
 
     def _forward(self) -> None:
+        self._model.backend.plan(self._batch)
         if self._body is not None:
             self._body.run()
         elif self._want_tape:

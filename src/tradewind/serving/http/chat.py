@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import aclosing
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -122,21 +121,8 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 traceparent=caller.traceparent,
             ) as flight:  # fmt: skip
                 if body.stream:
-                    stream.keep_alive(front.options.keep_alive_s)
-                    async with aclosing(flight.parts()) as turns:
-                        async for parts in turns:
-                            await stream.write(chunks.encode(flight, parts))
-                    if not flight.open.left:
-                        await stream.end(chunks.last(flight, timing=bool(body.timing)))
-                    return
-                wholes = [Whole(voice) for voice in voices]
-                async with aclosing(flight.parts()) as turns:
-                    async for parts in turns:
-                        for voice, said in parts:
-                            if said.finish is not None and (failed := flight.failure(said)) is not None:
-                                raise failed
-                            wholes[voice.index].add(said)
-                if not flight.open.left:
+                    await self.stream_out(flight, chunks, stream, timing=bool(body.timing))
+                elif (wholes := await self.gather(flight, voices)) is not None:
                     await self.json(scope, send, chunks.whole(flight, wholes, timing=bool(body.timing)))
 
 

@@ -6,7 +6,9 @@ Knows: the order of these and what happens to errors. Refuses to know: any endpo
 from __future__ import annotations
 
 import logging
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -16,13 +18,23 @@ from tradewind.serving.http.answers import CompletionDetails, PromptDetails, Tim
 from tradewind.serving.http.desk import Desk
 from tradewind.serving.http.edge import ClientGone, caller_of, read_body, refuse, respond
 from tradewind.serving.http.errors import ApiError, api_error, decode
-from tradewind.serving.http.flight import Flight
+from tradewind.serving.http.flight import Flight, Parts
 from tradewind.serving.http.front import Front
-from tradewind.serving.http.pipeline import Counts
+from tradewind.serving.http.pipeline import Counts, Voice, Whole
 from tradewind.serving.http.sse import EventStream
 
 LOG = logging.getLogger("tradewind.http")
 B = TypeVar("B")
+
+
+class Chunks(Protocol):
+    """How one endpoint spells the parts of a stream."""
+
+    def encode(self, flight: Flight, parts: Parts) -> bytes:
+        """The events of one turn."""
+
+    def last(self, flight: Flight, *, timing: bool) -> bytes:
+        """The events after the last turn."""
 
 
 class Endpoint(Generic[B]):
@@ -64,6 +76,26 @@ class Endpoint(Generic[B]):
     async def answer(self, body: B, scope: Scope, receive: Receive, send: Send, stream: EventStream) -> None:
         """Answers. Raises ApiError, or another error of ours, to refuse."""
         raise NotImplementedError
+
+    async def stream_out(self, flight: Flight, chunks: Chunks, stream: EventStream, *, timing: bool) -> None:
+        """Writes a flight's parts as they come, and the last chunk unless the client has left."""
+        stream.keep_alive(self.front.options.keep_alive_s)
+        async with aclosing(flight.parts()) as turns:
+            async for parts in turns:
+                await stream.write(chunks.encode(flight, parts))
+        if not flight.open.left:
+            await stream.end(chunks.last(flight, timing=timing))
+
+    async def gather(self, flight: Flight, voices: Sequence[Voice]) -> list[Whole] | None:
+        """The sum of the same parts, by voice; None when the client has left. Raises the first voice's failure."""
+        wholes = [Whole(voice) for voice in voices]
+        async with aclosing(flight.parts()) as turns:
+            async for parts in turns:
+                for voice, said in parts:
+                    if said.finish is not None and (failed := flight.failure(said)) is not None:
+                        raise failed
+                    wholes[voice.index].add(said)
+        return None if flight.open.left else wholes
 
     async def json(self, scope: Scope, send: Send, value: Any) -> None:
         """Answers with a record."""
