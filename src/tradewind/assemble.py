@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tradewind.config import env
 from tradewind.config.card import ModelCard
 from tradewind.config.card_reader import card_from_gguf, card_from_hf
+from tradewind.config.choices import device_wanted
 from tradewind.config.goals import Goals
+from tradewind.config.gpu_probe import why_no_cuda
 from tradewind.config.hardware_probe import measure
 from tradewind.config.plan import Plan
 from tradewind.config.resolve import resolve
@@ -30,7 +33,7 @@ from tradewind.contract.executor import Executor
 from tradewind.engine.client import LocalClient
 from tradewind.engine.loop import EngineLoop
 from tradewind.engine.scheduler import Scheduler
-from tradewind.kernels.ops import Ops
+from tradewind.kernels.ops import KVLayer, Ops
 from tradewind.phases import Phases
 from tradewind.sampling.grammar_compile import GrammarCompiler, Vocabulary
 from tradewind.serving.chat_template import ChatTemplate
@@ -38,6 +41,9 @@ from tradewind.serving.tokenizer import TextTokenizer
 from tradewind.weights.checkpoint import Checkpoint, open_checkpoint
 from tradewind.weights.fetch import Progress
 from tradewind.weights.lookup import find_model
+
+FIRST_ROWS, FIRST_TOKENS = (1, 8), (128,)
+"""Steps that are captured at start: decode steps of so many rows, prompt steps of so many tokens. All others when they are first met."""
 
 SHOWN_BYTES = 400_000_000
 """Loading less than this takes under a second, too short for a progress bar."""
@@ -73,10 +79,12 @@ def make_plan(goals: Goals, *, progress: Progress | None = None, phases: Phases 
     cache = env.cache_dir()
     with phases("find"):
         path = find_model(goals.model, cache_dir=cache, progress=progress)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, weights=goals.means.load_format != "dummy")
         card = read_card(checkpoint, name=goals.model)
     with phases("plan"):
-        plan = resolve(goals, card, measure(cache), missing=missing_backends())
+        missing = missing_backends()
+        prefer = device_wanted(goals.means, card=card)
+        plan = resolve(goals, card, measure(cache, prefer=prefer, missing=missing), missing=missing)
     return Planned(path=path, checkpoint=checkpoint, plan=plan)
 
 
@@ -84,7 +92,11 @@ def missing_backends() -> dict[str, str]:
     """Backend -> why it cannot be used here; empty on a whole installation."""
     from tradewind.kernels.cpu import library
 
-    missing = {"cpu": library.why_not(), "plain": None if find_spec("torch") else "torch is not installed"}
+    missing = {
+        "cpu": library.why_not(),
+        "cuda": why_no_cuda(),
+        "plain": None if find_spec("torch") else "torch is not installed",
+    }
     return {name: reason for name, reason in missing.items() if reason is not None}
 
 
@@ -95,7 +107,7 @@ def read_card(checkpoint: Checkpoint, *, name: str) -> ModelCard:
     return card_from_hf(
         checkpoint.metadata,
         name=name,
-        tensors=checkpoint.tensors,
+        tensors=checkpoint.tensors or None,  # none are open where weights are drawn at random
         generation_config=checkpoint.generation_config,
         sentence=checkpoint.sentence,
     )
@@ -118,6 +130,11 @@ def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
 def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
     """The op set that the plan names, and what the user should know of it: that torch computes because the C++ library is not there."""
     numerics = plan.numerics
+    if numerics.backend == "cuda":
+        from tradewind.kernels.triton.ops import CudaOps
+        from tradewind.quantization.blocks import dequantise
+
+        return CudaOps(device="cuda", deterministic=numerics.deterministic, read_blocks=dequantise), ()
     terms = 2 if numerics.compute == "int16" else 1
     from tradewind.kernels.cpu import library
 
@@ -150,50 +167,98 @@ def make_executor(
         from tradewind.attention.backend import choose_backend
         from tradewind.device.kv import KVStorage
         from tradewind.models.registry import family_of
-        from tradewind.runner.executor import LocalExecutor
-        from tradewind.runner.runner import StepRunner
+        from tradewind.weights.dummy import load_dummy
         from tradewind.weights.load import load_model
     with phases("weights"):
         backend = choose_backend(plan.cache.groups, plan.hardware, ops=ops)
+        family = family_of(plan.card)
         shown = progress if planned.checkpoint.nbytes >= SHOWN_BYTES else None
         if shown is not None:
             shown.start(f"loading {plan.model}", planned.checkpoint.nbytes)
         try:
-            model = load_model(
-                planned.checkpoint,
-                family=family_of(plan.card),
-                card=plan.card,
-                ops=ops,
-                numerics=plan.numerics,
-                attention=backend,
-                progress=None if shown is None else lambda done, total: shown.advance_to(done),
-            )
+            if plan.load_format == "dummy":
+                model = load_dummy(family=family, card=plan.card, ops=ops, numerics=plan.numerics, attention=backend)
+            else:
+                model = load_model(
+                    planned.checkpoint,
+                    family=family,
+                    card=plan.card,
+                    ops=ops,
+                    numerics=plan.numerics,
+                    attention=backend,
+                    progress=None if shown is None else lambda done, total: shown.advance_to(done),
+                )
         finally:
             if shown is not None:
                 shown.finish()
         planned.checkpoint.let_go()
-    with phases("pages"):
-        storage = KVStorage(ops, plan.cache.groups, plan.cache.pages)
-        runner = StepRunner(
-            model=model,
-            ops=ops,
-            groups=plan.cache.groups,
-            kv=storage.layers,
-            max_running=plan.schedule.max_running,
-            max_tokens_per_step=plan.schedule.max_tokens_per_step,
-            max_context=plan.schedule.max_context,
-            vocab_size=plan.card.vocab_size,
-            hidden=plan.card.hidden,
-            tape=plan.numerics.tape and hasattr(ops, "record"),
-            grammars=grammars,
-        )
 
     def close() -> None:
         if grammars is not None:
             grammars.shut()
         getattr(ops, "close", _nothing)()
 
+    with phases("pages"):
+        kv = KVStorage(ops, plan.cache.groups, plan.cache.pages).layers
+    if plan.numerics.backend == "cuda":
+        return _on_gpu(plan, model, ops, kv, phases=phases, grammars=grammars, close=close)
+    from tradewind.runner.executor import LocalExecutor
+    from tradewind.runner.runner import StepRunner
+
+    runner = StepRunner(
+        model=model,
+        ops=ops,
+        groups=plan.cache.groups,
+        kv=kv,
+        max_running=plan.schedule.max_running,
+        max_tokens_per_step=plan.schedule.max_tokens_per_step,
+        max_context=plan.schedule.max_context,
+        vocab_size=plan.card.vocab_size,
+        hidden=plan.card.hidden,
+        tape=plan.numerics.tape and hasattr(ops, "record"),
+        grammars=grammars,
+    )
     return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=close)
+
+
+def _on_gpu(
+    plan: Plan,
+    model: Any,
+    ops: Any,
+    kv: tuple[KVLayer, ...],
+    *,
+    phases: Phases,
+    grammars: GrammarCompiler | None,
+    close: Callable[[], None],
+) -> Executor:
+    """The runner of one GPU, with the graphs that most first requests need."""
+    from tradewind.kernels.triton.graphs import Gpu
+    from tradewind.runner.executor import DeviceExecutor
+    from tradewind.runner.graph_runner import GraphRunner
+
+    with phases("buffers"):
+        runner = GraphRunner(
+            model=model,
+            ops=ops,
+            gpu=Gpu(ops.device),
+            groups=plan.cache.groups,
+            kv=kv,
+            max_running=plan.schedule.max_running,
+            max_tokens_per_step=plan.schedule.max_tokens_per_step,
+            max_context=plan.schedule.max_context,
+            vocab_size=plan.card.vocab_size,
+            hidden=plan.card.hidden,
+            graphs=plan.numerics.graphs,
+            grammars=grammars,
+        )
+    with phases("kernels"):
+        runner.compile(threads=min(16, plan.hardware.cores))
+    with phases("graphs"):
+        runner.warm(
+            [rows for rows in FIRST_ROWS if rows <= plan.schedule.max_running],
+            prompt_sizes=[tokens for tokens in FIRST_TOKENS if tokens <= plan.schedule.max_tokens_per_step],
+        )
+    return DeviceExecutor(runner, at_close=close)
 
 
 def build_engine(
@@ -222,6 +287,8 @@ def build_planned(
         undo.callback(reading.join)
         ops, notices = make_ops(plan)
         undo.callback(getattr(ops, "close", _nothing))
+        if plan.load_format == "dummy":
+            notices = (*notices, "The weights are random (load format dummy): answers mean nothing.")
         grammars = GrammarCompiler(lambda: vocabulary_of(_tokenizer_of(made), plan), vocab_size=plan.card.vocab_size)
         executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
         undo.callback(executor.close)
@@ -245,6 +312,22 @@ def build_planned(
         checkpoint_path=planned.path,
         notices=notices,
     )
+
+
+def build_client(planned: Planned, *, sinks: Sequence[Sink] = (), phases: Phases | None = None) -> LocalClient:
+    """The engine without a tokenizer, for token ids only: what a folder with nothing but a config.json allows. No grammars."""
+    phases = phases or Phases()
+    plan = planned.plan
+    with ExitStack() as undo:
+        ops, _ = make_ops(plan)
+        undo.callback(getattr(ops, "close", _nothing))
+        executor = make_executor(planned, ops, phases=phases)
+        undo.callback(executor.close)
+        with phases("engine"):
+            scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=None)
+            client = LocalClient(EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks))
+        undo.pop_all()
+    return client
 
 
 def _nothing() -> None:

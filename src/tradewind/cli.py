@@ -209,10 +209,21 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     goals.add_argument("--memory-limit", metavar="SIZE", help="ceiling for everything, e.g. 2GiB")
     goals.add_argument("--max-context", type=_whole, metavar="TOKENS", help="prompt and answer together")
     means = parser.add_argument_group("means (chosen for you, with reasons, unless pinned here)")
-    means.add_argument("--backend", choices=["cpu", "plain"], help="the C++ ops, or torch (slow, any machine)")
+    means.add_argument(
+        "--backend", choices=["cpu", "cuda", "plain"], help="the C++ ops, Triton on a GPU, or torch (slow, any machine)"
+    )
     means.add_argument("--compute", choices=["f32", "bf16", "int16", "int8"], help="how matmuls are computed")
-    means.add_argument("--quantization", choices=["none", "int8", "int4"], help="quantise unquantised weights at load")
-    means.add_argument("--kv-format", choices=["f32", "f16", "bf16"], help="how keys and values are kept")
+    means.add_argument(
+        "--quantization",
+        choices=["none", "int8", "int4", "fp8"],
+        help="quantise weights at load: int8 and int4 on a CPU, fp8 on a GPU",
+    )
+    means.add_argument(
+        "--kv-format", "--kv-dtype", choices=["f32", "f16", "bf16", "fp8"], help="how keys and values are kept"
+    )
+    means.add_argument(
+        "--load-format", choices=["auto", "dummy"], help="dummy: random weights, for measuring; answers are noise"
+    )
     means.add_argument("--page-tokens", type=_whole, metavar="N", help="tokens of a page of keys and values")
     means.add_argument("--max-tokens-per-step", type=_whole, metavar="N", help="longer prompts are computed in chunks")
     means.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
@@ -221,7 +232,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("prefix-cache", "reuse the KV of shared prefixes"),
         ("overlap", "decide the next step while this one runs"),
-        ("tape", "record a step's ops once and replay them in one call"),
+        ("tape", "record a step's ops once and replay them in one call (CPU)"),
+        ("graphs", "replay steps as CUDA graphs (GPU); off is for debugging"),
+        ("deterministic", "the same answer alone and in any batch; on a GPU slower"),
     ):
         means.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
 
@@ -359,6 +372,9 @@ def _goals(arguments: argparse.Namespace) -> Goals:
             prefix_cache=arguments.prefix_cache,
             overlap=arguments.overlap,
             tape=arguments.tape,
+            graphs=arguments.graphs,
+            deterministic=arguments.deterministic,
+            load_format=arguments.load_format,
         ),
     )
 

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tradewind.config.hardware import Hardware
 from tradewind.config.plan import Plan
 from tradewind.config.sizes import show_bytes
 from tradewind.config.techniques import Technique
@@ -41,16 +42,26 @@ def facts_table(plan: Plan) -> Table:
             f"{card.max_positions} positions{scaling}"
         ),
     )
-    table.add_row(
-        Text("machine", style="bold"),
-        Text(
-            f"{machine.name}, {machine.cores} {'core' if machine.cores == 1 else 'cores'}, {show_bytes(machine.memory_free_bytes)} of "
-            f"{show_bytes(machine.memory_bytes)} free, reads {machine.memory_bytes_per_s / 1e9:.0f} GB/s, "
-            f"{machine.matmul_flops_per_s / 1e9:.0f} GFLOP/s in float32"
-        ),
-    )
+    table.add_row(Text("machine", style="bold"), Text(machine_text(machine)))
     table.add_row(Text("scenario", style="bold"), Text(plan.scenario))
     return table
+
+
+def machine_text(machine: Hardware) -> str:
+    """What computes, its memory and its speeds; for a GPU the host beside it too."""
+    cores = f"{machine.cores} {'core' if machine.cores == 1 else 'cores'}"
+    memory = f"{show_bytes(machine.memory_free_bytes)} of {show_bytes(machine.memory_bytes)} free"
+    if machine.kind == "cpu":
+        return (
+            f"{machine.name}, {cores}, {memory}, reads {machine.memory_bytes_per_s / 1e9:.0f} GB/s, "
+            f"{machine.matmul_flops_per_s / 1e9:.0f} GFLOP/s in float32"
+        )
+    fp8 = f", {machine.fp8_flops_per_s / 1e12:.0f} in fp8" if machine.fp8_flops_per_s else ""
+    return (
+        f"{machine.name}, {machine.multiprocessors} multiprocessors, {memory}, reads {machine.memory_bytes_per_s / 1e12:.1f} TB/s, "
+        f"{machine.matmul_flops_per_s / 1e12:.0f} TFLOP/s in bf16{fp8}; host: {cores}, "
+        f"{show_bytes(machine.host_memory_free_bytes)} of {show_bytes(machine.host_memory_bytes)} free"
+    )
 
 
 def ledger_table(plan: Plan) -> Table:
@@ -58,7 +69,13 @@ def ledger_table(plan: Plan) -> Table:
     table = Table(title="Memory", title_justify="left", show_footer=True, footer_style="bold")
     table.add_column("for", footer="together", no_wrap=True)
     table.add_column("bytes", justify="right", footer=show_bytes(sum(line.bytes for line in plan.ledger)), no_wrap=True)
-    table.add_column("how", footer="at most; pages and tables that no request touches take nothing", overflow="fold")
+    gpu = plan.hardware.kind == "cuda"
+    footer = (
+        "on the GPU, taken at start; the host's memory is not in it"
+        if gpu
+        else "at most; pages and tables that no request touches take nothing"
+    )
+    table.add_column("how", footer=footer, overflow="fold")
     for line in plan.ledger:
         table.add_row(Text(line.name), show_bytes(line.bytes), Text(line.how))
     return table

@@ -178,6 +178,8 @@ def _serve_beside(
         startup_s=[(phase.name, phase.seconds) for phase in phases.phases.done],
         log_requests=options.log_requests,
         otlp_endpoint=options.otlp_endpoint,
+        page_tokens=ready.cache.page_tokens,
+        max_tokens_per_step=ready.schedule.max_tokens_per_step,
     )
     engine.on_reports = hub.take_reports
 
@@ -313,6 +315,8 @@ class FrontParts:
             open_paths=OPEN_PATHS,
             metrics=hub.metrics.text,
             on_receipt=hub.take_receipt,
+            receipts=hub.receipts.json,
+            slowest=hub.receipts.slowest_json,
             created_s=int(time.time()),
         )
 

@@ -97,3 +97,27 @@ def machine(
         matmul_flops_per_s=200e9,
         features=("avx2", "avx512", "avx512_bf16", "avx512_vnni") if features is None else features,
     )
+
+
+def gpu(
+    *,
+    total: int = 140 * GiB,
+    free: int = 139 * GiB,
+    features: tuple[str, ...] = ("fp8", "sm_90"),
+    name: str = "Test GPU",
+) -> Hardware:
+    """A GPU with round numbers and a host of 16 cores."""
+    return Hardware(
+        kind="cuda",
+        name=name,
+        cores=16,
+        memory_bytes=total,
+        memory_free_bytes=free,
+        memory_bytes_per_s=4e12,
+        matmul_flops_per_s=700e12,
+        features=features,
+        fp8_flops_per_s=1300e12 if "fp8" in features else 0.0,
+        multiprocessors=132,
+        host_memory_bytes=128 * GiB,
+        host_memory_free_bytes=100 * GiB,
+    )

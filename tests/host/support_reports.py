@@ -38,6 +38,8 @@ class Receipt:
     finish: str = "stop"
     error: str | None = None
     traceparent: str = ""
+    sequences: tuple[str, ...] = ()
+    times: Any = None
 
 
 def arrived(id: str, at_s: float, *, prompt: int = 10, tenant: str = "") -> Arrived:

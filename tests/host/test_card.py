@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tradewind.config.card import ModelCard, RopeFacts
+from tradewind.config.card_parts import active_parameters
 from tradewind.config.card_reader import CardError, card_from_gguf, card_from_hf, count_parameters, llama3_factors
 
 transformers = pytest.importorskip("transformers")
@@ -40,6 +41,14 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+    "long_factor": [1.0 + 2.0 * pair for pair in range(8)],
+    "original_max_position_embeddings": 64,
+}
 
 
 def saved(config: Any, folder: Path) -> dict[str, Any]:
@@ -62,8 +71,27 @@ def configs() -> dict[str, Any]:
         "mistral-window": t.MistralConfig(**TINY, sliding_window=32),
         "qwen2": t.Qwen2Config(**TINY),
         "qwen2-window": t.Qwen2Config(**TINY, use_sliding_window=True, sliding_window=32, max_window_layers=2),
+        "qwen2_moe": t.Qwen2MoeConfig(**TINY),
+        "qwen2_moe-some": t.Qwen2MoeConfig(
+            **TINY, num_experts=5, decoder_sparse_step=2, mlp_only_layers=[1], use_sliding_window=True, sliding_window=9
+        ),
+        "qwen3_moe": t.Qwen3MoeConfig(**TINY, head_dim=32, num_experts=12, moe_intermediate_size=48),
         "qwen3": t.Qwen3Config(**TINY, head_dim=32, tie_word_embeddings=True),
         "qwen3-biased": t.Qwen3Config(**TINY, head_dim=16, attention_bias=True),
+        "llama-dynamic": t.LlamaConfig(**TINY, rope_parameters=dict(DYNAMIC)),
+        "llama-longrope": t.LlamaConfig(**TINY, rope_parameters=dict(LONGROPE)),
+        "granite": t.GraniteConfig(**TINY, attention_multiplier=0.1, attention_bias=True, mlp_bias=True),
+        "granite-tied": t.GraniteConfig(**TINY, tie_word_embeddings=True, logits_scaling=8.0),
+        "mixtral": t.MixtralConfig(**TINY, num_local_experts=6),
+        "olmo2": t.Olmo2Config(**TINY),
+        "olmo2-biased": t.Olmo2Config(**TINY, attention_bias=True),
+        "phi3": t.Phi3Config(**TINY, sliding_window=32),
+        "phi3-long": t.Phi3Config(**TINY, rope_parameters=dict(LONGROPE), original_max_position_embeddings=64),
+        "phi3-short": t.Phi3Config(**{**TINY, "max_position_embeddings": 64}, rope_parameters=dict(LONGROPE)),
+        "gemma2": t.Gemma2Config(**TINY, head_dim=32, sliding_window=24, query_pre_attn_scalar=16),
+        "gemma2-uncapped": t.Gemma2Config(
+            **TINY, head_dim=32, attn_logit_softcapping=None, final_logit_softcapping=None
+        ),
         "gemma3": t.Gemma3TextConfig(**TINY, head_dim=32, sliding_window=24, query_pre_attn_scalar=16),
         "gemma3-capped": t.Gemma3TextConfig(
             **TINY, head_dim=32, attn_logit_softcapping=50.0, final_logit_softcapping=30.0
@@ -95,22 +123,38 @@ def test_card_agrees_with_transformers(case: str, tmp_path: Path) -> None:
     assert (card.vocab_size, card.hidden, card.layers, card.intermediate) == (320, 64, 4, 96)
     attention = model.model.layers[0].self_attn
     assert card.head_dim == attention.head_dim
-    assert card.heads * card.head_dim == attention.q_proj.out_features
-    assert card.kv_heads * card.head_dim == attention.k_proj.out_features
-    assert card.qkv_bias == (attention.q_proj.bias is not None)
-    assert card.output_bias == (attention.o_proj.bias is not None)
-    assert card.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
-    assert card.qk_norm == hasattr(attention, "q_norm")
-    assert card.sandwich_norms == hasattr(model.model.layers[0], "post_feedforward_layernorm")
+    if card.family == "phi3":  # q, k, v in one matrix, gate and up in another
+        assert attention.qkv_proj.out_features == (card.heads + 2 * card.kv_heads) * card.head_dim
+        projections = (attention.qkv_proj, attention.o_proj, model.model.layers[0].mlp.gate_up_proj)
+    else:
+        assert card.heads * card.head_dim == attention.q_proj.out_features
+        assert card.kv_heads * card.head_dim == attention.k_proj.out_features
+        mlp = next((layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "up_proj")), None)
+        projections = (attention.q_proj, attention.o_proj, *([mlp.up_proj] if mlp is not None else []))
+    biases = tuple(projection.bias is not None for projection in projections)
+    assert (card.qkv_bias, card.output_bias, card.mlp_bias)[: len(biases)] == biases
+    for index, layer in enumerate(model.model.layers):
+        experts = getattr(layer.mlp, "experts", None)
+        assert (card.moe is not None and card.moe.layers[index]) == (experts is not None)
+        if card.moe is not None and experts is not None:
+            assert experts.down_proj.shape == (card.moe.experts, card.hidden, card.moe.intermediate)
+            assert card.moe.per_token == layer.mlp.gate.top_k
+            assert card.moe.normalised == getattr(layer.mlp.gate, "norm_topk_prob", True)
+    if hasattr(attention, "q_norm"):
+        assert attention.q_norm.weight.numel() == card.head_dim * (card.heads if card.qk_norm_whole else 1)
+    assert (card.qk_norm or card.qk_norm_whole) == hasattr(attention, "q_norm")
+    assert card.sandwich_norms == hasattr(model.model.layers[0], "pre_feedforward_layernorm")
     assert card.tied_embeddings == config.tie_word_embeddings
     assert math.isclose((card.attention_scale or card.head_dim**-0.5), attention.scaling)
+    assert card.residual_scale == getattr(config, "residual_multiplier", 1.0)
+    assert card.logit_scale == 1 / getattr(config, "logits_scaling", 1.0)
     assert card.norm_eps == config.rms_norm_eps
     assert card.attention_softcap == getattr(config, "attn_logit_softcapping", None)
     assert card.logit_softcap == getattr(config, "final_logit_softcapping", None)
-    assert card.norm_offset == (1.0 if card.family == "gemma3" else 0.0)
+    assert card.norm_offset == (1.0 if card.family.startswith("gemma") else 0.0)
     assert (card.bos_id, card.eos_ids) == (1, (2,))
-    if card.family != "mistral":  # its attention asks the configuration when it runs
-        windows = tuple(getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers)
+    if card.family not in ("mistral", "mixtral", "phi3"):  # whose attention asks the configuration when it runs
+        windows = tuple(getattr(layer.self_attn, "sliding_window", None) or None for layer in model.model.layers)
         assert card.layer_windows == windows
     else:
         assert card.layer_windows == (config.sliding_window,) * 4
@@ -121,7 +165,7 @@ def test_card_agrees_with_transformers(case: str, tmp_path: Path) -> None:
     assert card.parameters == counted == count_parameters(card)
 
 
-@pytest.mark.parametrize("case", [case for case in configs() if not case.startswith("gemma3")])
+@pytest.mark.parametrize("case", [case for case in configs() if not case.startswith(("gemma3", "phi3"))])
 def test_rope_gives_the_same_frequencies(case: str) -> None:
     """Inverse frequencies and attention factor from the card's facts equal those of `transformers`."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -142,6 +186,9 @@ def inverse_frequencies(rope: RopeFacts, head_dim: int) -> tuple[np.ndarray, flo
     if rope.kind == "linear":
         return base / rope.factor, 1.0
     assert rope.original_max_positions
+    if rope.kind == "longrope":  # without a text the library says its short list
+        growth = 1 + math.log(rope.factor) / math.log(rope.original_max_positions)
+        return base / np.array(rope.short_factors), math.sqrt(growth)
     if rope.kind == "llama3":
         return base / np.array(llama3_factors(rope, rotary=head_dim)), 1.0
 
@@ -234,8 +281,89 @@ def test_yarn_stretches_the_context() -> None:
     assert (card.rope.kind, card.rope.original_max_positions, card.max_positions) == ("yarn", 256, 1024)
 
 
+def test_longrope_in_old_and_new_spellings() -> None:
+    """Phi-3 files say "su" and keep the original length outside the rope; both factor lists are kept as they are."""
+    facts = RopeFacts(
+        kind="longrope",
+        factor=4.0,
+        original_max_positions=64,
+        short_factors=tuple(LONGROPE["short_factor"]),  # type: ignore[arg-type]
+        long_factors=tuple(LONGROPE["long_factor"]),  # type: ignore[arg-type]
+    )
+    base = {"model_type": "phi3", **TINY, "original_max_position_embeddings": 64}
+    lists = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
+    for kind in ("su", "longrope"):
+        assert card_from_hf({**base, "rope_scaling": {"type": kind, **lists}}, name="x").rope == facts
+    assert card_from_hf({**base, "rope_parameters": LONGROPE}, name="x").rope == facts
+    partial = {key: values[:6] for key, values in lists.items()}  # type: ignore[index]
+    card = card_from_hf(
+        {**base, "partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope", **partial}}, name="x"
+    )
+    assert (card.rope.rotary_dims, card.rope.long_factors) == (12, facts.long_factors[:6])
+    with pytest.raises(CardError, match="a list of 6 numbers over 0"):
+        card_from_hf({**base, "partial_rotary_factor": 0.75, "rope_scaling": {"type": "longrope", **lists}}, name="x")
+
+
+def test_dynamic_rope_is_plain_within_its_positions() -> None:
+    """It only changes texts beyond max_position_embeddings, and those are refused."""
+    card = card_from_hf({"model_type": "llama", **TINY, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, name="x")
+    assert (card.rope, card.max_positions) == (RopeFacts(), 256)
+
+
+def test_active_parameters_are_those_that_one_token_meets() -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, 3.0 in the matrices of its layers for one token (3.3 with the head)."""
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }
+    card = card_from_hf(config, name="30b-a3b")
+    attention, expert = 2048 * 128 * (2 * 32 + 2 * 4), 3 * 2048 * 768
+    assert active_parameters(card) == 48 * (attention + 8 * expert + 128 * 2048)
+    assert card.parameters == 30_532_122_624
+    dense = card_from_hf({**config, "model_type": "qwen3"}, name="dense")
+    assert active_parameters(dense) == 48 * (attention + 3 * 2048 * 6144)
+
+
+def test_experts_are_checked() -> None:
+    base = {"model_type": "qwen3_moe", **TINY, "num_experts": 4, "num_experts_per_tok": 2}
+    assert card_from_hf(base, name="x").moe is not None
+    for change, message in (
+        ({"num_experts_per_tok": 5}, "'num_experts_per_tok' is 5; it must be at most num_experts, 4"),
+        ({"num_experts": 0}, "'num_experts' is 0"),
+        ({"num_experts": 4096}, "'num_experts' is 4096; it must be a whole number from 1 to 1024"),
+        ({"mlp_only_layers": [4]}, "a list of layers from 0 to 3"),
+        ({"mlp_only_layers": 3}, "a list of layers from 0 to 3"),
+        ({"decoder_sparse_step": 0}, "'decoder_sparse_step' is 0"),
+        ({"norm_topk_prob": 1}, "'norm_topk_prob' is 1; it must be true or false"),
+    ):
+        with pytest.raises(CardError) as refusal:
+            card_from_hf({**base, **change}, name="x")
+        assert message in str(refusal.value)
+
+
+def test_gemma2_that_omits_defaults() -> None:
+    """Published files leave out the caps or state them; null turns them off."""
+    base = {"model_type": "gemma2", **TINY, "head_dim": 32}
+    card = card_from_hf(base, name="x")
+    assert (card.attention_softcap, card.logit_softcap) == (50.0, 30.0)
+    assert card.layer_windows == (4096, None, 4096, None)
+    card = card_from_hf({**base, "attn_logit_softcapping": None}, name="x")
+    assert (card.attention_softcap, card.logit_softcap) == (None, 30.0)
+
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known are bert, gemma3"),
+    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known are bert, gemma2, gemma3"),
     ({"model_type": None}, "'model_type' is None"),
     ({"hidden_size": None}, "'hidden_size' is None"),
     ({"hidden_size": "64"}, "'hidden_size' is '64'"),
@@ -253,8 +381,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"eos_token_id": 320}, "'eos_token_id' is 320; it must be a token id from 0 to 319"),
     ({"eos_token_id": ["a"]}, "'eos_token_id' is ['a']"),
     ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' is 'no'; it must be true or false"),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope' is not supported"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'short_factor' is missing; it must be a list of 8"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0.0] * 8}}, "a list of 8 numbers over 0"),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope scaling 'ntk' is not supported"),
+    ({"partial_rotary_factor": 0.05}, "partial_rotary_factor is 0.05; it must be a number over 0 and up to 1"),
     ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
     ({"rope_scaling": "linear"}, "'rope_scaling' is 'linear'; it must be an object"),
     (
@@ -305,14 +435,34 @@ FIELDS = [
     "hidden_act",
     "use_sliding_window",
     "max_window_layers",
+    "decoder_sparse_step",
     "dtype",
+    "mlp_only_layers",
+    "num_experts",
+    "num_experts_per_tok",
     "text_config",
     "quantization_config",
 ]
 
 
 @given(
-    st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gemma3"]),
+    st.sampled_from(
+        [
+            "gemma2",
+            "gemma3",
+            "gemma3_text",
+            "granite",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "phi3",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+        ]
+    ),
     st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
 )
 def test_any_damage_is_a_card_or_a_refusal(model_type: str, damage: dict[str, Any]) -> None:

@@ -83,6 +83,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["plan", ""], "the model name is empty"),
         (["plan", "x", "--memory-limit", "much"], "'much' is no size"),
         (["plan", "x", "--memory-limit", ""], "'' is no size"),
+        (["plan", "x", "--kv-dtype", "fp4"], "argument --kv-format/--kv-dtype: 'fp4' is none of f32, f16, bf16, fp8"),
         (["bench", "online"], "'online' is none of offline"),
         (["bench", "offline", "--workloads", "L1,L9"], "unknown workloads: 'L9'"),
         (["bench", "offline", "--workloads", ","], "no workload is named"),
@@ -124,6 +125,16 @@ def test_prompts_may_stand_between_options() -> None:
     assert arguments.prompts == ["a", "b", "c"]
     assert (arguments.max_tokens, arguments.raw) == (5, True)
     assert cli._parse(["generate", "-5 degrees", "--", "--raw"]).prompts == ["-5 degrees", "--raw"]
+
+
+def test_means_of_a_gpu_are_pinned_by_their_options() -> None:
+    words = "plan x --backend cuda --quantization fp8 --kv-dtype fp8 --deterministic --load-format dummy --no-graphs"
+    means = cli._goals(cli._parse(words.split())).means
+    assert (means.backend, means.quantization, means.kv_format) == ("cuda", "fp8", "fp8")
+    assert (means.deterministic, means.load_format, means.graphs) == (True, "dummy", False)
+    assert cli._goals(cli._parse(["plan", "x", "--kv-format", "fp8"])).means.kv_format == "fp8"
+    left = cli._goals(cli._parse(["plan", "x"])).means
+    assert all(getattr(left, name) is None for name in left.__struct_fields__)
 
 
 def test_standard_input_is_one_prompt_without_its_last_line_end(monkeypatch: pytest.MonkeyPatch) -> None:

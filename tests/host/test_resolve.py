@@ -187,7 +187,7 @@ def test_same_input_same_plan() -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 IMPOSSIBLE: list[tuple[ModelCard, dict[str, Any], str]] = [
-    (SMOLLM2, {"backend": "cuda"}, "cuda backend is not part of this version"),
+    (SMOLLM2, {"backend": "cuda"}, "backend cuda cannot be used: no usable GPU was found; use --backend cpu"),
     (SMOLLM2, {"kv_format": "fp8"}, "kv_format fp8 is not supported by the cpu backend; use f16, bf16 or f32"),
     (SMOLLM2, {"page_tokens": 20}, "page_tokens is 20; the cpu backend needs a multiple of 16, for example 16"),
     (SMOLLM2, {"page_tokens": 0}, "page_tokens is 0; it must be a whole number from 1 to 1024"),
@@ -300,7 +300,7 @@ MEANS = st.builds(
     Means,
     kv_format=pin(st.sampled_from(["f32", "f16", "bf16"])),
     compute=pin(st.sampled_from(["f32", "bf16", "int16", "int8"])),
-    quantization=pin(st.sampled_from(["none", "int8", "int4"])),
+    quantization=pin(st.sampled_from(["none", "int8", "int4", "fp8"])),
     backend=pin(st.sampled_from(["cpu", "plain"])),
     page_tokens=pin(st.sampled_from([16, 48, 64])),
     max_tokens_per_step=pin(st.integers(1, 5000)),
@@ -311,6 +311,8 @@ MEANS = st.builds(
     tape=pin(BOOLS),
     threads=pin(st.integers(1, 64)),
     deterministic=pin(BOOLS),
+    graphs=pin(BOOLS),
+    load_format=pin(st.sampled_from(["auto", "dummy"])),
 )
 ANYTHING = st.builds(
     Means,
@@ -359,7 +361,7 @@ def test_any_goals_give_a_plan_that_fits_or_one_clear_refusal(
         assert pages - 1 >= sequence_pages(
             group, tokens=schedule.max_context, max_tokens_per_step=schedule.max_tokens_per_step
         )
-    for name in ("kv_format", "compute", "backend", "quantization", "tape", "threads", "deterministic"):
+    for name in ("kv_format", "compute", "backend", "quantization", "tape", "threads", "deterministic", "graphs"):
         assert getattr(means, name) in (None, getattr(plan.numerics, name)), name
     for name in ("max_tokens_per_step", "max_running", "policy"):
         assert getattr(means, name) in (None, getattr(schedule, name)), name

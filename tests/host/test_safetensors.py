@@ -67,6 +67,8 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         assert ours[name].shape == array.shape
         assert ours[name].data.tobytes() == array.tobytes()
         assert not ours[name].data.flags.writeable
+        assert ours[name].file == path
+        assert path.read_bytes()[ours[name].offset :].startswith(array.tobytes())
     assert {name: tensor.format for name, tensor in ours.items()} == {
         "a": "F32",
         "b": "F16",

@@ -15,7 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "tradewind"
 HOST_WING = ("cache", "config", "contract", "engine", "observability", "serving", "simulate")
-TORCH_MODULES = ("tradewind.kernels.plain", "tradewind.kernels.reference", "tradewind.kernels.triton")
+TORCH_MODULES = (
+    "tradewind.kernels.plain",
+    "tradewind.kernels.reference",
+    "tradewind.kernels.triton",
+    "tradewind.runner.graph_runner",
+)
 """Modules and packages that import torch when they are imported; nothing on the CPU path may import one of them."""
 
 

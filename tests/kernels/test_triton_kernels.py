@@ -182,7 +182,9 @@ def linear_truth(x, weight, scale, norm_weight, bias, residual, gated):
     "config",
     [
         GemvConfig(rows=4, block_k=64, warps=2),
-        GemvConfig(rows=2, block_k=128, warps=4),
+        GemvConfig(rows=2, block_k=128, warps=4, narrow=True),
+        GemvConfig(rows=4, block_k=32, warps=2, narrow=True, half=True, ahead=1),
+        GemvConfig(rows=2, block_k=64, warps=2, narrow=True, half=True, ahead=8),
         TileConfig(bm=16, bn=16, bk=32, split=1, warps=4, stages=3),
         TileConfig(bm=8, bn=16, bk=32, split=2, warps=4, stages=2),
     ],
@@ -234,6 +236,40 @@ def test_tiles_with_fp8_inputs(rng):
     )
     exact = linear_truth(x8.float() * x_scale[:, None], weight8, scale, None, None, None, True)
     assert difference(out, exact) < BF16_TOLERANCE
+
+
+@pytest.mark.parametrize(("gated", "with_bias", "form"), [(True, True, "bf16"), (False, False, "bf16"), (False, True, "w8"), (True, False, "w8a8")])
+@pytest.mark.parametrize("depth", [128, 200])
+def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bias, form, depth):
+    features, most = 72, 70
+    x = normal(rng, most, depth)
+    weight, scale, x_scale = normal(rng, features * (2 if gated else 1), depth), None, None
+    if form != "bf16":
+        scale = (weight.float().abs().amax(1) / 448).contiguous()
+        weight = (weight.float() / scale[:, None]).clamp(-448, 448).to(FP8)
+    exact = x
+    if form == "w8a8":
+        small, x_scale = torch.zeros(most, depth, dtype=FP8, device=DEVICE), torch.zeros(most, device=DEVICE)
+        norm.quantise_tokens(x, out=small, scale=x_scale)
+        x, exact = small, small.float() * x_scale[:, None]
+    bias = normal(rng, len(weight)) if with_bias else None
+    residual = normal(rng, most, features, dtype=F32) if not gated else None
+    truth = linear_truth(exact, weight, scale, None, bias, residual, gated)
+    found = {}
+    for first, rows in ((0, 1), (0, 5), (0, 70), (69, 1)):
+        here = slice(first, first + rows)
+        out = residual[here].clone() if residual is not None else torch.zeros(rows, features, dtype=BF16, device=DEVICE)
+        skinny.fixed_linear(
+            x[here], weight, out=out, scale=scale, x_scale=None if x_scale is None else x_scale[here], bias=bias, gated=gated,
+            residual=out if residual is not None else None,
+        )  # fmt: skip
+        found[first, rows] = out
+        assert difference(out, truth[here]) < BF16_TOLERANCE
+    whole = found[0, 70]
+    assert torch.equal(found[0, 1], whole[:1]) and torch.equal(found[0, 5], whole[:5]) and torch.equal(found[69, 1], whole[69:])
+    out = torch.full((most, features), 7.0, dtype=F32, device=DEVICE)
+    skinny.fixed_linear(x, weight, out=out, scale=scale, x_scale=x_scale, bias=bias, gated=gated, count=ints([3]))
+    assert (out[3:] == 7).all() and (out[:3] != 7).any(), "rows beyond count are left alone"
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -333,8 +369,8 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 24)])
 @pytest.mark.parametrize("extra", ["none", "window", "softcap", "sinks", "fp8"])
-@pytest.mark.parametrize(("block_n", "tma"), [(16, False), (32, False), (16, True)])
-def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma):
+@pytest.mark.parametrize(("block_n", "tma", "pairs"), [(16, False, False), (32, False, False), (16, True, False), (16, True, True)])
+def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma, pairs):
     counts, lengths = [20, 1, 7], [20, 35, 60]
     kv = FP8 if extra == "fp8" else BF16
     q, k, v, starts, length, table = paged_case(
@@ -348,7 +384,7 @@ def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma):
     if extra == "window":
         table[2, : (60 - 7 - 18 + 1) // PAGE] = 0
     out = torch.zeros_like(q)
-    config = PrefillConfig(block_m=16, block_n=block_n, warps=4, stages=2, tma=tma)
+    config = PrefillConfig(block_m=16, block_n=block_n, warps=4, stages=2, tma=tma, pairs=pairs)
     starts = torch.cat([starts, starts[-1:]])  # an empty row beyond the live ones
     length, table = torch.cat([length, ints([0])]), torch.cat([table, table[:1] * 0])
     prefill.paged_prefill(

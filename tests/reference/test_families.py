@@ -24,6 +24,7 @@ TOLERANCE = 1e-4
 class Tiny:
     """A tiny checkpoint and what its oracle says to one text."""
 
+    name: str
     folder: Path
     oracle: Any
     ids: list[int]
@@ -35,7 +36,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     oracle = make_tiny(request.param, folder)
     ids = token_ids()
-    return Tiny(folder, oracle, ids, oracle_logits(oracle, ids))
+    return Tiny(request.param, folder, oracle, ids, oracle_logits(oracle, ids))
 
 
 @pytest.fixture(params=OP_SETS)
@@ -85,14 +86,35 @@ def test_rows_of_every_kind_in_one_step(tiny: Tiny, driver: Driver) -> None:
 
 def test_card_says_what_the_family_is(tiny: Tiny, driver: Driver) -> None:
     """A test of the tests: the tiny configs really have the features that they are there for."""
-    name, card = tiny.folder.name.rstrip("0123456789"), driver.card
+    name, card = tiny.name, driver.card
     if name.startswith("gemma3"):
         assert [group.kind for group in driver.groups] == ["full", "window"]
         assert card.rope_local is not None
         assert card.rope != card.rope_local
+    if name.startswith("gemma2"):
+        assert [group.kind for group in driver.groups] == ["full", "window"]
+        assert None not in (card.attention_softcap, card.logit_softcap)
+        assert card.attention_scale != card.head_dim**-0.5
+    if name == "granite":
+        assert 1.0 not in (card.embedding_scale, card.residual_scale, card.logit_scale)
+        assert card.attention_scale == 0.2
+    if name.startswith("olmo2"):
+        assert card.qk_norm_whole
+        assert not card.qk_norm
+    if "moe" in name or name == "mixtral":
+        assert card.moe is not None
+        assert (all(card.moe.layers)) == (name != "qwen2_moe_some")
+        assert (card.moe.shared_intermediate > 0) == name.startswith("qwen2_moe")
+        assert 1 < card.moe.per_token < card.moe.experts
+    if name == "qwen2_moe_some":
+        assert card.moe.layers == (False, False, False, True)
+        assert [group.kind for group in driver.groups] == ["full", "window"]
+    if name.startswith("phi"):
+        assert (card.rope.kind == "longrope") == (name != "phi3")
+        assert (card.rope.rotary_dims == 24) == (name == "phi4_mini")
     if name.startswith("mistral"):
         assert [group.kind for group in driver.groups] == ["window"]
-    if name.startswith("qwen3"):
+    if name == "qwen3":
         assert card.qk_norm
         assert card.head_dim * card.heads != card.hidden
-    assert (card.rope.original_max_positions or 0) < TOKENS
+    assert name == "phi3_short" or (card.rope.original_max_positions or 0) < TOKENS

@@ -12,16 +12,30 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 TOKENS = 200
@@ -50,7 +64,34 @@ LLAMA3 = rope(
 )  # fmt: skip
 YARN = rope("yarn", factor=8.0, original_max_position_embeddings=64)
 
+IDS: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1}
+"""The library's own ids lie beyond the tiny vocabulary."""
+
+
+def longrope(*, pairs: int, original: int) -> dict[str, Any]:
+    """LongRoPE with factors unlike each other; `original` decides which of the two lists a text of TOKENS tokens gets."""
+    long = [1.0 + 1.7 * pair for pair in range(pairs)]
+    short = [1.0 + 0.1 * pair for pair in range(pairs)]
+    return {
+        **rope("longrope", long_factor=long, short_factor=short, original_max_position_embeddings=original),
+        "original_max_position_embeddings": original,
+    }
+
+
 TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "sliding_window": 24,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gemma3": (
         Gemma3ForCausalLM,
         Gemma3TextConfig,
@@ -84,15 +125,84 @@ TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.5,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_biases": (GraniteForCausalLM, GraniteConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {**LLAMA3}),
     "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama_dynamic_rope": (LlamaForCausalLM, LlamaConfig, rope("dynamic", factor=4.0)),
     "llama_linear_rope": (LlamaForCausalLM, LlamaConfig, rope("linear", factor=4.0)),
     "llama_yarn": (LlamaForCausalLM, LlamaConfig, {**YARN}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 24}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 6, "sliding_window": 24}),
+    "olmo2": (
+        Olmo2ForCausalLM,
+        Olmo2Config,
+        {**IDS, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": 24, "num_hidden_layers": 2, **IDS}),
+    "phi3_long": (Phi3ForCausalLM, Phi3Config, {**IDS, **longrope(pairs=8, original=64)}),
+    "phi3_short": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {**IDS, **longrope(pairs=8, original=256), "max_position_embeddings": 256},
+    ),
+    "phi4_mini": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            **IDS,
+            "hidden_size": 128,
+            "tie_word_embeddings": True,
+            **longrope(pairs=12, original=64),
+            "partial_rotary_factor": 0.75,
+        },
+    ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_hidden_layers": 2}),
     "qwen2_5_tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, **YARN}),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "qwen2_moe_some": (  # experts in every second layer, with a dense layer between that is named as such
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {
+            "num_hidden_layers": 4,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+        },
+    ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32, "hidden_size": 96}),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"head_dim": 32, "hidden_size": 96, "num_experts": 16, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
     "smollm2": (
         LlamaForCausalLM,
         LlamaConfig,
@@ -113,11 +223,11 @@ def make_tiny(name: str, folder: Path) -> Any:
     make_model, make_config, values = TINY[name]
     torch.manual_seed(sum(name.encode()))
     model = make_model(make_config(**{**BASE, **values}, attn_implementation="eager")).eval().float()
-    offset = 1.0 if name.startswith("gemma3") else 0.0  # Gemma stores norm weights as w - 1
+    offset = 1.0 if name.startswith("gemma") else 0.0  # Gemma stores norm weights as w - 1
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=1.5 / parameter.shape[1] ** 0.5)
+            if parameter.dim() >= 2:
+                parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5).sub_(offset)
             else:

@@ -28,13 +28,14 @@ from schemathesis.specs.openapi.checks import (  # noqa: E402
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
     options = Options(allow_sleep=True)
-    with live(says={"": "ok"}, speech=HERMES, metrics=lambda: "up 1\n", options=options) as one:
+    kept = {"receipts": lambda name, tenant: None, "slowest": lambda count, tenant: b'{"receipts":[]}'}
+    with live(says={"": "ok"}, speech=HERMES, metrics=lambda: "up 1\n", options=options, **kept) as one:
         yield one
         one.post("/wake_up", None)
         assert one.chat("x")["choices"][0]["message"]["content"] == "ok"
         until(lambda: one.running() == 0 and one.app.state.desk.sequences == 0, "something is left behind")
         for path, met in STATUSES.items():
-            assert met[200] or "{model}" in path, f"no generated request to {path} was a good one: {met}"
+            assert met[200] or "{" in path, f"no generated request to {path} was a good one: {met}"
 
 
 STATUSES: dict[str, Counter[int]] = {}

@@ -47,6 +47,7 @@ class Backend(Protocol):
 BACKENDS: dict[str, Callable[[Ops], Backend]] = {
     "cpu": lambda ops: PagedAttention(ops, name="cpu", formats=("f32", "f16", "bf16")),
     "plain": lambda ops: PagedAttention(ops, name="plain", formats=("f32", "f16", "bf16")),
+    "triton": lambda ops: PagedAttention(ops, name="triton", formats=("bf16", "fp8"), op_set="cuda", device="cuda"),
 }
 """By name, in the order in which they are asked."""
 

@@ -1,4 +1,4 @@
-"""Attention by the op set's own paged kernel: the backends `cpu` and `plain`.
+"""Attention by the op set's own paged kernel: the backends `cpu`, `plain` and `triton`.
 
 Knows: which KV formats the kernel reads. Refuses to know: how it works inside.
 """
@@ -16,16 +16,21 @@ from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
 class PagedAttention:
     """Hands everything to `ops.attention`; rows of any length, nothing to plan."""
 
-    def __init__(self, ops: Ops, *, name: str, formats: Sequence[str]) -> None:
+    def __init__(
+        self, ops: Ops, *, name: str, formats: Sequence[str], op_set: str | None = None, device: str = "cpu"
+    ) -> None:
+        """op_set: whose kernel it is, by default the one of the backend's own name; device: the kind of hardware it computes on."""
         self.name = name
         self._ops = ops
         self._formats = tuple(formats)
+        self._op_set = op_set or name
+        self._device = device
 
     def why_not(self, group: KVGroup, hardware: Hardware) -> str | None:
-        if self._ops.name != self.name:
+        if self._ops.name != self._op_set:
             return f"the op set in use is {self._ops.name}"
-        if hardware.kind != "cpu":
-            return f"computes on the CPU, not on {hardware.kind}"
+        if hardware.kind != self._device:
+            return f"computes on {self._device}, not on {hardware.kind}"
         if group.kind not in ("full", "window"):
             return f"keeps keys and values, not {group.kind} states"
         if group.format not in self._formats:

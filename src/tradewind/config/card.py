@@ -13,10 +13,13 @@ from tradewind.contract.request import Pooling
 
 
 class RopeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding: base frequency and its scaling. Sources: llama3 (Llama 3.1 report), YaRN (Peng et al. 2023)."""
+    """Rotary position embedding: base frequency and its scaling.
+
+    Sources: llama3 (Llama 3.1 report), YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024).
+    """
 
     theta: float = 10000.0
-    kind: Literal["none", "linear", "llama3", "yarn", "absent"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "absent"] = "none"
     """"none": rope without scaling. "absent": no rope; positions come from elsewhere."""
     factor: float = 1.0
     original_max_positions: int | None = None
@@ -25,17 +28,50 @@ class RopeFacts(msgspec.Struct, frozen=True, kw_only=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """YaRN's factor on cos and sin; None: 0.1 ln(factor) + 1."""
+    """Factor on cos and sin of YaRN and LongRoPE. None: 0.1 ln(factor) + 1 for YaRN, sqrt(1 + ln(factor) / ln(original)) for LongRoPE."""
+    short_factors: tuple[float, ...] = ()
+    """LongRoPE: what each frequency is divided by in an engine whose texts stay within the original positions."""
+    long_factors: tuple[float, ...] = ()
+    """LongRoPE: the same for an engine that serves longer ones."""
     rotary_dims: int | None = None
     """None: the whole head."""
 
 
+class MoeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Mixture of experts (Shazeer et al. 2017): how tokens are sent to experts, and what an expert is."""
+
+    experts: int
+    per_token: int
+    """Experts that each token is sent to."""
+    intermediate: int
+    """Inner size of one expert."""
+    layers: tuple[bool, ...]
+    """Per layer of the model: whether its MLP is a mixture; otherwise it is a plain one of the card's `intermediate`."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """From a router's logits to scores."""
+    normalised: bool = True
+    """The chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights in the end."""
+    groups: int = 1
+    groups_kept: int = 1
+    """Experts are chosen only from the best `groups_kept` of `groups` equal groups (DeepSeek-V2)."""
+    group_top: int = 1
+    """A group is as good as the sum of its best `group_top` scores."""
+    correction: bool = False
+    """A bias for each expert is added to its score where experts are chosen, not where they are weighed (DeepSeek-V3)."""
+    shared_intermediate: int = 0
+    """Inner size of the expert that every token visits; 0: none."""
+    shared_gate: bool = False
+    """What the shared expert says is multiplied by a sigmoid of one more row of weights."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that planning and building need to know about a dense decoder or a BERT-type encoder."""
+    """Everything that planning and building need to know about a decoder or a BERT-type encoder."""
 
     name: str
     family: str
-    """Row of the model registry: "llama", "mistral", "qwen2", "qwen3", "gemma3", "bert"."""
+    """Row of the model registry (models/registry.py)."""
     source: Literal["hf", "gguf"]
     vocab_size: int
     hidden: int
@@ -57,15 +93,23 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Each q and k head is normed before rope."""
+    qk_norm_whole: bool = False
+    """One norm over all q heads together and one over all k heads, instead (OLMo 2)."""
     sandwich_norms: bool = False
     """Norms after attention and after the MLP too (Gemma 2/3)."""
     norm_offset: float = 0.0
     """Added to every norm weight at load: 1 in Gemma checkpoints that store w - 1."""
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on what attention and MLP add to the stream (Granite)."""
+    logit_scale: float = 1.0
     attention_scale: float | None = None
     """None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    moe: MoeFacts | None = None
+    """None: every layer's MLP is one of `intermediate`."""
     weight_bytes: int = 0
     """Bytes of all tensors as they lie in the files."""
     parameters: int = 0

@@ -16,11 +16,18 @@ from tradewind.config.fields import CardError, Fields
 
 FAMILIES: dict[str, str] = {
     "bert": "BERT and MiniLM encoders",
+    "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
+    "granite": "Granite 3",
     "llama": "Llama 2 and 3, SmolLM2",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
+    "phi3": "Phi 3 and 4",
     "qwen2": "Qwen 2 and 2.5",
+    "qwen2_moe": "Qwen 1.5 and 2 with experts",
     "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 with experts",
 }
 """Families that a card can describe; each is a row of the model registry."""
 
@@ -81,22 +88,38 @@ EMBEDDING_NAMES = (
 )
 
 
-def layer_matrices(card: ModelCard) -> int:
-    """Weights of the matmuls of one layer."""
-    attention = card.hidden * card.head_dim * (2 * card.heads + 2 * card.kv_heads)
-    return attention + (3 if card.causal else 2) * card.hidden * card.intermediate
+def attention_matrices(card: ModelCard) -> int:
+    """Weights of the matmuls of one layer's attention."""
+    return card.hidden * card.head_dim * (2 * card.heads + 2 * card.kv_heads)
+
+
+def mlp_matrices(card: ModelCard, layer: int, *, active: bool = False) -> int:
+    """Weights of the matmuls of one layer's MLP or mixture, router included; `active`: those that one token meets."""
+    moe = card.moe
+    if moe is None or not moe.layers[layer]:
+        return (3 if card.causal else 2) * card.hidden * card.intermediate
+    experts = moe.per_token if active else moe.experts
+    return card.hidden * (3 * (experts * moe.intermediate + moe.shared_intermediate) + moe.experts + moe.shared_gate)
+
+
+def active_parameters(card: ModelCard) -> int:
+    """Weights of all layers' matmuls that one token is multiplied with: of a mixture only the experts that it is sent to."""
+    return sum(attention_matrices(card) + mlp_matrices(card, layer, active=True) for layer in range(card.layers))
 
 
 def count_parameters(card: ModelCard) -> int:
     """Parameters that follow from the shapes: embeddings, matmuls, norms, biases."""
+    matrices = sum(attention_matrices(card) + mlp_matrices(card, layer) for layer in range(card.layers))
     if not card.causal:
         tables = (card.vocab_size + card.position_rows + card.token_types + 2) * card.hidden  # the norm's two rows too
-        return tables + card.layers * (layer_matrices(card) + card.intermediate + 9 * card.hidden)
+        return tables + matrices + card.layers * (card.intermediate + 9 * card.hidden)
     norms = card.hidden * (4 if card.sandwich_norms else 2) + (2 * card.head_dim if card.qk_norm else 0)
+    norms += (card.heads + card.kv_heads) * card.head_dim * card.qk_norm_whole
     biases = (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias + card.hidden * card.output_bias
     biases += (2 * card.intermediate + card.hidden) * card.mlp_bias
+    corrections = sum(card.moe.layers) * card.moe.experts * card.moe.correction if card.moe is not None else 0
     tables = card.vocab_size * card.hidden * (1 if card.tied_embeddings else 2)
-    return tables + card.layers * (layer_matrices(card) + norms + biases) + card.hidden
+    return tables + matrices + card.layers * (norms + biases) + corrections + card.hidden
 
 
 def every_nth_full(layers: int, *, window: int | None, pattern: int) -> tuple[int | None, ...]:

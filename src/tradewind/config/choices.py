@@ -6,12 +6,12 @@ Knows: what each means costs and brings. Refuses to know: how choices are fitted
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from tradewind.config import ledger
+from tradewind.config import choices_cuda, ledger
 from tradewind.config.card import ModelCard
 from tradewind.config.goals import Goals, Means
+from tradewind.config.habits import HABITS, Habits
 from tradewind.config.hardware import Hardware
 from tradewind.config.plan import Reason
 from tradewind.config.sizes import MiB, show_bytes
@@ -22,8 +22,9 @@ Backend = Literal["cpu", "plain", "cuda"]
 Compute = Literal["f32", "bf16", "int16", "int8"]
 PACKED: tuple[Compute, ...] = ("int8", "int16")
 """Ways to compute that multiply packed quants."""
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 Policy = Literal["arrival", "fair", "priority"]
+LoadFormat = Literal["auto", "dummy"]
 Value = TypeVar("Value")
 Choice = tuple[Value, Reason]
 
@@ -34,56 +35,6 @@ LIMITS: dict[str, tuple[int, int]] = {
     "max_tokens_per_step": (1, 1 << 16),
     "page_tokens": (1, 1024),
     "threads": (1, 1024),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Habits:
-    """What a scenario wants where the user says nothing."""
-
-    max_tokens_per_step: int
-    max_running: int
-    tokens_each: int
-    """Length of the sequences that the pages are sized for."""
-    kv_share: float
-    """Largest part of free memory for KV pages when no limit is stated."""
-    why_step: str
-    why_running: str
-
-
-HABITS: dict[str, Habits] = {
-    "balanced": Habits(
-        max_tokens_per_step=512,
-        max_running=64,
-        tokens_each=512,
-        kv_share=0.5,
-        why_step="weights are read once for the whole chunk, and decoding neighbours wait for one chunk at most",
-        why_running="matmuls gain little beyond 64 rows on a CPU, and each sequence wants pages",
-    ),
-    "latency": Habits(
-        max_tokens_per_step=256,
-        max_running=16,
-        tokens_each=1024,
-        kv_share=0.5,
-        why_step="short steps: a decoding answer is held up less by somebody's prompt",
-        why_running="few rows: each running answer keeps its pace",
-    ),
-    "memory": Habits(
-        max_tokens_per_step=128,
-        max_running=8,
-        tokens_each=512,
-        kv_share=0.25,
-        why_step="small activations",
-        why_running="few slots, few pages",
-    ),
-    "throughput": Habits(
-        max_tokens_per_step=1024,
-        max_running=128,
-        tokens_each=1024,
-        kv_share=0.8,
-        why_step="large matmuls; nobody waits for a single answer",
-        why_running="many rows share each reading of the weights",
-    ),
 }
 
 
@@ -116,34 +67,61 @@ WORDS: dict[str, tuple[str, ...]] = {
     "backend": ("cpu", "cuda", "plain"),
     "compute": ("bf16", "f32", "int16", "int8"),
     "kv_format": ("bf16", "f16", "f32", "fp8"),
+    "load_format": ("auto", "dummy"),
     "policy": ("arrival", "fair", "priority"),
-    "quantization": ("int4", "int8", "none"),
+    "quantization": ("fp8", "int4", "int8", "none"),
 }
 
 
 # ------------------------------------------------------------------------------------------------------------- numerics
 
 
-def choose_backend(means: Means, *, hardware: Hardware, missing: Mapping[str, str]) -> Choice[Backend]:
+def device_wanted(means: Means, *, card: ModelCard) -> Literal["cpu", "cuda"] | None:
+    """Which device the machine should be asked for (hardware_probe.measure); None: a GPU where there is one.
+
+    What the GPU's kernels cannot compute goes to the CPU unless somebody insists.
+    """
+    if means.backend is not None:
+        return "cuda" if means.backend == "cuda" else "cpu"
+    return None if choices_cuda.why_unable(card) is None else "cpu"
+
+
+def choose_backend(means: Means, *, card: ModelCard, hardware: Hardware, missing: Mapping[str, str]) -> Choice[Backend]:
     """The op set that computes."""
     pinned = means.backend is not None
     if means.backend == "cuda" or (hardware.kind == "cuda" and not pinned):
-        raise UserError("the cuda backend is not part of this version; use --backend cpu")
+        return "cuda", choices_cuda.backend_reason(means, card=card, hardware=hardware, missing=missing)
+    if hardware.kind == "cuda":
+        raise UserError(f"backend {means.backend} computes on the CPU, but this plan is asked for {hardware.name}")
     if means.backend is not None and means.backend in missing:
         raise UserError(f"backend {means.backend} cannot be used: {missing[means.backend]}")
     if means.backend == "plain" or (not pinned and "cpu" in missing):
         if "plain" in missing:
             raise UserError(f"no backend can be used: cpu: {missing['cpu']}; plain: {missing['plain']}")
         why = "torch reference ops run anywhere, slowly" if pinned else "the only one that works here; slow"
-        rejected = "" if pinned else f"cpu: {missing['cpu']}"
+        rejected = "" if pinned else f"cpu: {missing['cpu']}{no_gpu(missing)}"
         return "plain", Reason(choice="backend", value="plain", why=why, rejected=rejected, pinned=pinned)
     sets = ", ".join(hardware.features) or "no vector instruction sets that matter"
     why = f"the C++ library on {hardware.name} ({sets})"
-    return "cpu", Reason(choice="backend", value="cpu", why=why, rejected="plain: many times slower", pinned=pinned)
+    rejected = f"plain: many times slower{no_gpu(missing)}"
+    return "cpu", Reason(choice="backend", value="cpu", why=why, rejected=rejected, pinned=pinned)
 
 
-def choose_quantization(means: Means, *, card: ModelCard, scenario: str, backend: Backend) -> Choice[Quantization]:
+def no_gpu(missing: Mapping[str, str]) -> str:
+    """The end of a sentence that says why no GPU computes; empty where nobody looked for one."""
+    return f"; cuda: {missing['cuda']}" if "cuda" in missing else ""
+
+
+def choose_quantization(
+    means: Means, *, card: ModelCard, hardware: Hardware, scenario: str, backend: Backend
+) -> Choice[Quantization]:
     """Whether unquantised weights are quantised at load."""
+    if backend == "cuda":
+        return choices_cuda.choose_quantization(means, card=card, hardware=hardware, scenario=scenario)
+    if means.quantization == "fp8":
+        raise UserError(
+            f"quantization fp8 needs a GPU's fp8 tensor cores, and the {backend} backend has none; use int8"
+        )
     part = ledger.block_quantised(card)
     formats = ", ".join(card.weight_formats) or "unknown"
     wanted = means.quantization
@@ -185,6 +163,8 @@ def choose_compute(
     means: Means, *, card: ModelCard, hardware: Hardware, backend: Backend, quantization: Quantization, scenario: str
 ) -> Choice[Compute]:
     """How matmuls are computed."""
+    if backend == "cuda":
+        return choices_cuda.choose_compute(means, card=card, quantization=quantization)
     if means.compute is not None:
         why = {
             "f32": "nothing is quantised or rounded; weights take 4 bytes each",
@@ -221,8 +201,12 @@ def choose_compute(
     return "f32", Reason(choice="compute", value="f32", why=why, rejected=rejected)
 
 
-def choose_kv_format(means: Means, *, card: ModelCard, backend: Backend, compute: Compute) -> Choice[KVFormat]:
+def choose_kv_format(
+    means: Means, *, card: ModelCard, hardware: Hardware, backend: Backend, compute: Compute
+) -> Choice[KVFormat]:
     """Format of keys and values in pages."""
+    if backend == "cuda":
+        return choices_cuda.choose_kv_format(means, card=card, hardware=hardware)
     if means.kv_format == "fp8":
         raise UserError(f"kv_format fp8 is not supported by the {backend} backend; use f16, bf16 or f32")
     price = {bits: show_bytes(2 * card.layers * card.kv_heads * card.head_dim * bits // 8) for bits in (16, 32)}
@@ -239,6 +223,8 @@ def choose_kv_format(means: Means, *, card: ModelCard, backend: Backend, compute
 
 def choose_page_tokens(means: Means, *, backend: Backend) -> Choice[int]:
     """Tokens per page."""
+    if backend == "cuda":
+        return choices_cuda.choose_page_tokens(means)
     if means.page_tokens is None:
         why = "16 keys fill a vector; a sequence wastes half a page, 8 tokens, on average"
         rejected = "larger: coarser sharing of prefixes; smaller: longer tables"
@@ -257,7 +243,11 @@ def choose_tape(means: Means, *, backend: Backend) -> Choice[bool]:
     if backend != "cpu":
         if means.tape:
             raise UserError(f"tape replays calls of the C++ library; the {backend} backend has none: leave tape off")
-        why = f"the {backend} backend calls torch, which cannot be replayed from C++"
+        why = (
+            "the cuda backend replays its steps as CUDA graphs (graphs)"
+            if backend == "cuda"
+            else f"the {backend} backend calls torch, which cannot be replayed from C++"
+        )
         return False, Reason(choice="tape", value="off", why=why, pinned=means.tape is not None)
     if means.tape is False:
         return False, Reason(
@@ -269,8 +259,29 @@ def choose_tape(means: Means, *, backend: Backend) -> Choice[bool]:
     )
 
 
-def choose_threads(means: Means, *, hardware: Hardware) -> Choice[int]:
+def choose_graphs(means: Means, *, backend: Backend) -> Choice[bool]:
+    """Whether steps are replayed as CUDA graphs."""
+    if backend == "cuda":
+        return choices_cuda.choose_graphs(means)
+    if means.graphs:
+        raise UserError(f"graphs are CUDA graphs; the {backend} backend has none: leave graphs off")
+    why = f"CUDA graphs need a GPU; {'the tape does this here' if backend == 'cpu' else 'plain ops are called one by one'}"
+    return False, Reason(choice="graphs", value="off", why=why, pinned=means.graphs is not None)
+
+
+def choose_load_format(means: Means) -> Choice[LoadFormat]:
+    """Whether weights come from the file or are drawn at random."""
+    if means.load_format == "dummy":
+        why = "as asked: weights are drawn at random, for measuring; answers are noise"
+        return "dummy", Reason(choice="load_format", value="dummy", why=why, pinned=True)
+    why = "weights are those of the file"
+    return "auto", Reason(choice="load_format", value="auto", why=why, pinned=means.load_format is not None)
+
+
+def choose_threads(means: Means, *, hardware: Hardware, backend: Backend) -> Choice[int]:
     """Threads that compute."""
+    if backend == "cuda":
+        return choices_cuda.choose_threads(means, hardware=hardware)
     if means.threads is not None:
         why = (
             "as asked"
@@ -284,8 +295,10 @@ def choose_threads(means: Means, *, hardware: Hardware) -> Choice[int]:
     )
 
 
-def choose_deterministic(means: Means) -> Choice[bool]:
+def choose_deterministic(means: Means, *, backend: Backend) -> Choice[bool]:
     """Whether results must not depend on neighbours."""
+    if backend == "cuda":
+        return choices_cuda.choose_deterministic(means)
     if means.deterministic is False:
         return False, Reason(
             choice="deterministic",
@@ -300,9 +313,13 @@ def choose_deterministic(means: Means) -> Choice[bool]:
 # ------------------------------------------------------------------------------------------------------------- schedule
 
 
-def choose_overlap(means: Means, *, hardware: Hardware, threads: int) -> Choice[int]:
+def choose_overlap(means: Means, *, hardware: Hardware, backend: Backend, threads: int) -> Choice[int]:
     """Steps in flight: 2 decides the next step while one runs."""
     pinned = means.overlap is not None
+    if backend == "cuda" and means.overlap is not False:
+        why = "the GPU computes step N while the host decides step N + 1"
+        rejected = "off: the GPU waits for the scheduler after every step"
+        return 2, Reason(choice="overlap", value="on", why=why, rejected=rejected, pinned=pinned)
     spare = hardware.cores > threads
     if means.overlap if means.overlap is not None else spare:
         why = "step N + 1 is decided while step N runs"
@@ -358,8 +375,13 @@ def choose_prefix_cache(means: Means, *, card: ModelCard) -> Choice[bool]:
 
 
 def step_seconds(card: ModelCard, hardware: Hardware, *, tokens: int) -> float:
-    """Rough time of a step by the measured matmul speed: two operations for each weight and token."""
+    """Rough time of a step by the matmul speed (float32 on a CPU, bf16 on a GPU): two operations for each weight and token."""
     return 2.0 * ledger.matmul_parameters(card) * tokens / hardware.matmul_flops_per_s
+
+
+def matmul_speed_words(hardware: Hardware) -> str:
+    """Which speed an estimate is made with."""
+    return f"the GPU's {hardware.matmul_words} speed" if hardware.kind == "cuda" else "the measured float32 speed"
 
 
 def choose_step(
@@ -375,14 +397,16 @@ def choose_step(
         tokens, why, rejected = means.max_tokens_per_step, "as asked", ""
     elif tpot_ms is not None:
         fitting = int(tpot_ms / 1000 / step_seconds(card, hardware, tokens=1)) // 16 * 16
+        # A GPU reads all weights in the time that it computes some 200 tokens: fewer make no step shorter.
+        least = 256 if hardware.kind == "cuda" else 16
         if fitting < tokens:
             tokens, rejected = (
-                max(16, fitting),
+                max(least, fitting),
                 f"{tokens}: a full step would take longer than the wanted {tpot_ms:g} ms between tokens",
             )
             why = (
                 "a prompt's chunk should not hold up a running answer"
-                if fitting >= 16
+                if fitting >= least
                 else "the fewest that make a worthwhile matmul"
             )
     if means.max_tokens_per_step is None and means.max_running is not None and means.max_running > tokens:
@@ -392,7 +416,7 @@ def choose_step(
             "",
         )
     took = 1000 * step_seconds(card, hardware, tokens=tokens)
-    why += f"; about {took:.1f} ms when full, by the measured float32 speed"
+    why += f"; about {took:.1f} ms when full, by {matmul_speed_words(hardware)}"
     return tokens, Reason(
         choice="max_tokens_per_step",
         value=str(tokens),
@@ -402,9 +426,13 @@ def choose_step(
     )
 
 
-def choose_running(means: Means, *, habits: Habits, step: int) -> Choice[int]:
+def choose_running(means: Means, *, habits: Habits, step: int, backend: Backend) -> Choice[int]:
     """Slots."""
     if means.max_running is not None:
+        if backend == "cuda" and means.max_running > choices_cuda.MOST_ROWS:
+            raise UserError(
+                f"max_running is {means.max_running}; the cuda backend lays out at most {choices_cuda.MOST_ROWS} rows in a step"
+            )
         if means.max_tokens_per_step is not None and means.max_running > step:
             raise UserError(
                 f"max_running is {means.max_running}, over max_tokens_per_step {step}: each running sequence takes a token of every step; "
@@ -426,19 +454,23 @@ def choose_running(means: Means, *, habits: Habits, step: int) -> Choice[int]:
 
 
 def choose_limit(goals: Goals, *, hardware: Hardware) -> Choice[int]:
-    """Bytes that everything together may take."""
+    """Bytes that everything on the device together may take."""
     free, total = hardware.memory_free_bytes, hardware.memory_bytes
+    gpu = hardware.kind == "cuda"
     if goals.memory_limit_bytes is not None:
         limit = goals.memory_limit_bytes
-        if limit > total:
+        # What others hold of a GPU's memory cannot be moved out of the way.
+        most = free if gpu else total
+        if limit > most:
+            where = hardware.name if gpu else "this machine"
             raise LimitError(
-                f"the memory limit is {show_bytes(limit)}, but this machine has {show_bytes(total)} ({show_bytes(free)} free): use at most "
-                f"--memory-limit {total // MiB}MiB"
+                f"the memory limit is {show_bytes(limit)}, but {where} has {show_bytes(total)} ({show_bytes(free)} free): use at most "
+                f"--memory-limit {most // MiB}MiB"
             )
         note = f"; only {show_bytes(free)} are free now, so the system may have to make room" if limit > free else ""
         return limit, Reason(choice="memory_limit", value=show_bytes(limit), why=f"as asked{note}", pinned=True)
     limit = int(free * 0.9)
-    why = f"nine tenths of the {show_bytes(free)} that are free now"
+    why = f"nine tenths of the {show_bytes(free)} that are free now" + (f" on {hardware.name}" if gpu else "")
     return limit, Reason(
         choice="memory_limit", value=show_bytes(limit), why=why, rejected="all of it: other programs need some"
     )

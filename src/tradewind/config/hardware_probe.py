@@ -1,7 +1,8 @@
 """Measures the machine once and remembers it.
 
 Knows: how Linux and macOS tell cores, memory and instruction sets; how to time a read and a matmul. Refuses to know: what will run here.
-Counts that can change between two starts (free memory, cores allowed) are read each time; speeds are measured once and kept in a file.
+Counts that can change between two starts (free memory, cores allowed) are read each time; a CPU's speeds are measured once and kept in a
+file. A GPU is asked about, never timed (gpu_probe).
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import platform
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 import tradewind
+from tradewind.config import gpu_probe
 from tradewind.config.hardware import Hardware
 
 FEATURES = {
@@ -42,8 +46,43 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     matmul_flops_per_s: float
 
 
-def measure(cache_dir: Path) -> Hardware:
-    """The machine as it is now; writes `hardware.json` in cache_dir when speeds had to be measured (at most 0.3 s), else a few ms."""
+def measure(
+    cache_dir: Path, *, prefer: Literal["cpu", "cuda"] | None = None, missing: Mapping[str, str] | None = None
+) -> Hardware:
+    """The device that should compute, as it is now; never raises.
+
+    prefer "cpu": the CPU whatever else is there. Otherwise the first GPU that the driver shows, if "cuda" is not in `missing` (backend ->
+    why it cannot be used; None: asked here), else the CPU. For a CPU this writes `hardware.json` in cache_dir when speeds had to be
+    measured (at most 0.3 s), else it takes a few ms.
+    """
+    if prefer != "cpu" and (gpu_probe.why_no_cuda() is None if missing is None else "cuda" not in missing):
+        gpu = gpu_probe.find_gpu()
+        if not isinstance(gpu, str):
+            return of_gpu(gpu)
+    return measure_cpu(cache_dir)
+
+
+def of_gpu(gpu: gpu_probe.Gpu) -> Hardware:
+    """The GPU, and the host beside it as it is now."""
+    total, free = memory_bytes()
+    return Hardware(
+        kind="cuda",
+        name=gpu.name,
+        cores=usable_cores(),
+        memory_bytes=gpu.memory_bytes,
+        memory_free_bytes=gpu.memory_free_bytes,
+        memory_bytes_per_s=gpu.speeds.memory_bytes_per_s,
+        matmul_flops_per_s=gpu.speeds.bf16_flops_per_s,
+        fp8_flops_per_s=gpu.speeds.fp8_flops_per_s,
+        features=gpu.features,
+        multiprocessors=gpu.multiprocessors,
+        host_memory_bytes=total,
+        host_memory_free_bytes=free,
+    )
+
+
+def measure_cpu(cache_dir: Path) -> Hardware:
+    """The CPU as it is now; writes `hardware.json` in cache_dir when speeds had to be measured (at most 0.3 s), else a few ms."""
     name, features = cpu_facts()
     cores = usable_cores()
     total, free = memory_bytes()

@@ -93,3 +93,19 @@ def fit(groups: tuple[KVGroup, ...], *, sizing: Sizing, budget: int) -> Pools | 
         )
     pages = tuple(pool_pages(group, sizing=sizing, sequences=low) for group in groups)
     return Pools(groups=groups, pages=pages, sequences=low)
+
+
+def fill(pools: Pools, *, budget: int, most: Sizing) -> Pools:
+    """The pools, with what the budget leaves added to the first, up to what `most.sequences` of `most.tokens_each` can use.
+
+    For memory that nothing else wants: pages that no running sequence needs keep prefixes.
+    """
+    if len(pools.groups) != 1:
+        return pools
+    (group,), (pages,) = pools.groups, pools.pages
+    ceiling = pool_pages(group, sizing=most, sequences=most.sequences)
+    return Pools(
+        groups=pools.groups,
+        pages=(max(pages, min(budget // group.bytes_per_page, ceiling)),),
+        sequences=pools.sequences,
+    )

@@ -1,14 +1,17 @@
 """The memory ledger: what each part of an engine will take, before anything is loaded.
 
 Knows: bytes per weight by format and compute, sizes of workspaces, prices of pages. Refuses to know: which choices are good (resolve).
-Every line shows its arithmetic, and the lines add up to the whole.
+Every line shows its arithmetic, and the lines add up to the whole. On a GPU they are the device's memory only, all of it taken at start
+(ledger_cuda); on a CPU the process's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tradewind.config import ledger_cuda
 from tradewind.config.card import ModelCard
+from tradewind.config.card_parts import active_parameters, mlp_matrices
 from tradewind.config.plan import LedgerLine
 from tradewind.config.sizes import MiB
 from tradewind.contract.kv import KVGroup
@@ -70,6 +73,8 @@ class Shape:
     max_running: int
     max_context: int
     page_tokens: int
+    kv_groups: int = 1
+    graphs: bool = False
 
 
 def is_quantised(name: str) -> bool:
@@ -93,18 +98,30 @@ def bits_in_memory(name: str, *, compute: str, quantization: str) -> float:
 
 
 def matmul_parameters(card: ModelCard) -> int:
-    """Weights that each token of a prompt is multiplied with: the layers', without embedding table and output head."""
+    """Weights that each token of a prompt is multiplied with: the layers', without embedding table and output head; of a mixture of
+    experts those that a token is sent to."""
+    if card.moe is not None:
+        return active_parameters(card)
     tables = card.vocab_size * card.hidden * (1 if card.tied_embeddings else 2)
     return max(1, card.parameters - tables)
 
 
 def matmul_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
     """All weights as they will lie in memory, but for an embedding table that no matmul reads."""
+    if quantization == "fp8":
+        return ledger_cuda.weight_bytes(card, quantization=quantization)
     total = 0.0
     for name, count in card.weight_formats.items():
         rows_only = 0 if card.tied_embeddings or name != card.embedding_format else card.vocab_size * card.hidden
         total += max(0, count - rows_only) * bits_in_memory(name, compute=compute, quantization=quantization) / 8
     return int(total)
+
+
+def read_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
+    """Bytes of weights that one token reads: all but the experts that it is not sent to."""
+    idle = sum(mlp_matrices(card, layer) - mlp_matrices(card, layer, active=True) for layer in range(card.layers))
+    part = idle / max(1, card.parameters)
+    return int(matmul_bytes(card, compute=compute, quantization=quantization) * (1 - part))
 
 
 def embedding_bytes(card: ModelCard) -> int:
@@ -122,6 +139,17 @@ def workspace_bytes(card: ModelCard, *, max_tokens: int) -> int:
 
 def fixed_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
     """Everything but the pages."""
+    if shape.backend == "cuda":
+        sizes = ledger_cuda.Sizes(
+            quantization=shape.quantization,
+            max_tokens_per_step=shape.max_tokens_per_step,
+            max_running=shape.max_running,
+            max_context=shape.max_context,
+            page_tokens=shape.page_tokens,
+            kv_groups=shape.kv_groups,
+            graphs=shape.graphs,
+        )
+        return ledger_cuda.fixed_lines(card, sizes)
     weights = matmul_bytes(card, compute=shape.compute, quantization=shape.quantization)
     large = [(name, count) for name, count in card.weight_formats.items() if count * 100 >= card.parameters]
     stored = " + ".join(f"{count / 1e6:.1f}M {name}" for name, count in large)
@@ -157,14 +185,15 @@ def fixed_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
     return tuple(LedgerLine(name=name, bytes=size, how=how) for name, size, how in lines)
 
 
-def kv_line(group: KVGroup, *, pages: int) -> LedgerLine:
-    """The line of one pool."""
+def kv_line(group: KVGroup, *, pages: int, at_start: bool = False) -> LedgerLine:
+    """The line of one pool. at_start: all of it is taken at start, as on a GPU."""
     kind = f"window {group.window}" if group.kind == "window" else group.kind
+    when = "taken at start" if at_start else "a page costs memory from its first use on"
     return LedgerLine(
         name=f"KV pages, {kind}",
         bytes=pages * group.bytes_per_page,
         how=f"{pages} pages x {group.page_tokens} tokens x {len(group.layers)} layers x 2 x {group.kv_heads} heads x "
-        f"{group.head_dim} {group.format}; a page costs memory from its first use on",
+        f"{group.head_dim} {group.format}; {when}",
     )
 
 

@@ -66,11 +66,14 @@ class NumericsPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: Literal["cpu", "plain", "cuda"]
     compute: Literal["f32", "bf16", "int16", "int8"]
-    quantization: Literal["none", "int8", "int4"]
+    quantization: Literal["none", "int8", "int4", "fp8"]
     kv_format: KVFormat
     tape: bool
+    """Steps are recorded as op calls and replayed in one call (cpu)."""
     threads: int
     deterministic: bool
+    graphs: bool = False
+    """Steps are captured as CUDA graphs and replayed (cuda)."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,5 +86,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cache: CachePlan
     schedule: SchedulePlan
     numerics: NumericsPlan
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: weights are drawn at random, and the file's tensors are not read."""
     ledger: tuple[LedgerLine, ...]
     reasons: tuple[Reason, ...]

@@ -13,6 +13,7 @@ from tradewind.config.card import ModelCard
 from tradewind.config.goals import Goals
 from tradewind.config.kv_sizing import Sizing, groups_of, pool_bytes
 from tradewind.config.ledger import Shape, block_quantised, fixed_lines, total_bytes
+from tradewind.config.plan import LedgerLine
 from tradewind.config.sizes import MiB, option_bytes, show_bytes
 from tradewind.contract.errors import LimitError
 from tradewind.contract.kv import KVFormat
@@ -34,7 +35,9 @@ class Attempt:
     kv_format: KVFormat
     limit: int
     machine_bytes: int
-    """Memory that the machine has: no larger limit can be advised."""
+    """Memory that the machine has (a GPU: that is free): no larger limit can be advised."""
+    has_fp8: bool = False
+    """The GPU multiplies fp8."""
 
     def contexts(self, *, shortest: int) -> Iterator[int]:
         """Contexts to try in turn: the wanted one, and where the user did not state it, shorter ones by an eighth each."""
@@ -83,15 +86,17 @@ def refuse_memory(attempt: Attempt) -> LimitError:
         weights = next(line.bytes for line in lines if line.name == "weights")
         what = (
             f"The weights of '{card.name}' do not fit: {show_bytes(weights)} of weights in {shape.compute} and "
-            f"{show_bytes(fixed - weights)} around them need {show_bytes(fixed)}"
+            f"{show_bytes(fixed - weights)} around them{largest(attempt, lines)} need {show_bytes(fixed)}"
         )
         settings = [smaller_weights(attempt, context=context)]
         short, last = fixed - limit, ", or a smaller model"
     else:
         pages = attempt.one_sequence(attempt.smallest(context=context))
+        around = largest(attempt, fixed_lines(card, attempt.smallest(context=context)))[1:]
+        around = f"{around} " if around else ""
         what = (
             f"A context of {context} tokens does not fit beside the weights of '{card.name}': {show_bytes(need - pages)} "
-            f"and {show_bytes(pages)} of KV pages need {show_bytes(need)}"
+            f"{around}and {show_bytes(pages)} of KV pages need {show_bytes(need)}"
         )
         settings = [fitting_context(attempt, below=context), smaller_kv(attempt, context=context)]
         short, last = need - limit, ""
@@ -100,10 +105,23 @@ def refuse_memory(attempt: Attempt) -> LimitError:
     advice = (
         f"Use {' or '.join(usable)}{last}."
         if usable
-        else f"This machine has {show_bytes(attempt.machine_bytes)}: use a smaller model."
+        else f"This {machine(attempt)} {show_bytes(attempt.machine_bytes)}: use a smaller model."
     )
     limit_is = "the memory limit is" if attempt.goals.memory_limit_bytes is not None else "what is free allows"
     return LimitError(f"{what}, {limit_is} {show_bytes(limit)}, {show_bytes(short)} short. {advice}")
+
+
+def machine(attempt: Attempt) -> str:
+    """The owner of the memory and its verb, for the end of a sentence."""
+    return "GPU has free" if attempt.shape.backend == "cuda" else "machine has"
+
+
+def largest(attempt: Attempt, lines: tuple[LedgerLine, ...]) -> str:
+    """On a GPU the two largest entries beside the weights, in brackets; there they are taken at start, whatever is asked later."""
+    if attempt.shape.backend != "cuda":
+        return ""
+    others = sorted((line for line in lines if line.name != "weights"), key=lambda line: -line.bytes)[:2]
+    return f" ({', '.join(f'{line.name} {show_bytes(line.bytes)}' for line in others)})"
 
 
 def larger_limit(attempt: Attempt, *, context: int, room: float) -> str | None:
@@ -122,15 +140,27 @@ def fitting_context(attempt: Attempt, *, below: int) -> str | None:
 
 def smaller_kv(attempt: Attempt, *, context: int) -> str | None:
     """A KV format with which it fits, if any."""
-    if attempt.kv_format != "f32":
+    smaller: KVFormat
+    if attempt.shape.backend == "cuda":
+        if attempt.kv_format != "bf16" or not attempt.has_fp8:
+            return None
+        smaller = "fp8"
+    elif attempt.kv_format == "f32":
+        smaller = "f16"
+    else:
         return None
-    need = replace(attempt, kv_format="f16").need(context=context)
-    return f"--kv-format f16 ({show_bytes(need)} in all)" if need <= attempt.limit else None
+    need = replace(attempt, kv_format=smaller).need(context=context)
+    return f"--kv-format {smaller} ({show_bytes(need)} in all)" if need <= attempt.limit else None
 
 
 def smaller_weights(attempt: Attempt, *, context: int) -> str | None:
     """Weights in fewer bits with which it fits, if any."""
     shape, quantised = attempt.shape, block_quantised(attempt.card) > 0.5
+    if shape.backend == "cuda":
+        if shape.quantization == "fp8" or not attempt.has_fp8 or attempt.goals.means.quantization is not None:
+            return None
+        need = replace(attempt, shape=replace(shape, quantization="fp8")).need(context=context)
+        return f"--quantization fp8 ({show_bytes(need)} in all)" if need <= attempt.limit else None
     if shape.backend != "cpu" or (not quantised and attempt.goals.means.quantization is not None):
         return None
     for name in ("none",) if quantised else ("int8", "int4"):

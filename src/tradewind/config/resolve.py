@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from tradewind.config import choices, ledger
 from tradewind.config.card import ModelCard
-from tradewind.config.choices import HABITS, Habits
 from tradewind.config.goals import Goals, Means
+from tradewind.config.habits import Habits, habits_of
 from tradewind.config.hardware import Hardware
-from tradewind.config.kv_sizing import Pools, Sizing, fit, groups_of
+from tradewind.config.kv_sizing import Pools, Sizing, fill, fit, groups_of
 from tradewind.config.ledger import Shape, fixed_lines, total_bytes
 from tradewind.config.plan import CachePlan, NumericsPlan, Plan, Reason, SchedulePlan
 from tradewind.config.refusals import SHORTEST_CONTEXT, Attempt, refuse_memory
@@ -41,20 +41,23 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     out of range or contradict each other, LimitError when memory or the model's context is too small.
     """
     choices.check_goals(goals)
-    means, habits = goals.means, HABITS[goals.scenario]
-    backend, why_backend = choices.choose_backend(means, hardware=hardware, missing=missing or {})
+    means = goals.means
+    backend, why_backend = choices.choose_backend(means, card=card, hardware=hardware, missing=missing or {})
+    habits = habits_of(goals.scenario, backend=backend)
     quantization, why_quantization = choices.choose_quantization(
-        means, card=card, scenario=goals.scenario, backend=backend
+        means, card=card, hardware=hardware, scenario=goals.scenario, backend=backend
     )
     compute, why_compute = choices.choose_compute(
         means, card=card, hardware=hardware, backend=backend, quantization=quantization, scenario=goals.scenario
     )
-    kv_format, why_kv = choices.choose_kv_format(means, card=card, backend=backend, compute=compute)
+    kv_format, why_kv = choices.choose_kv_format(means, card=card, hardware=hardware, backend=backend, compute=compute)
     page_tokens, why_page = choices.choose_page_tokens(means, backend=backend)
     tape, why_tape = choices.choose_tape(means, backend=backend)
-    threads, why_threads = choices.choose_threads(means, hardware=hardware)
-    in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware, threads=threads)
-    deterministic, why_deterministic = choices.choose_deterministic(means)
+    graphs, why_graphs = choices.choose_graphs(means, backend=backend)
+    threads, why_threads = choices.choose_threads(means, hardware=hardware, backend=backend)
+    in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware, backend=backend, threads=threads)
+    deterministic, why_deterministic = choices.choose_deterministic(means, backend=backend)
+    load_format, why_load = choices.choose_load_format(means)
     policy, why_policy = choices.choose_policy(means)
     prefix_cache, why_prefix = choices.choose_prefix_cache(means, card=card)
     limit, why_limit = choices.choose_limit(goals, hardware=hardware)
@@ -65,7 +68,7 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             why_step, value=str(wanted_context), note="an encoder computes a text in one step, so the longest must fit"
         )
         step = wanted_context
-    running, why_running = choices.choose_running(means, habits=habits, step=step)
+    running, why_running = choices.choose_running(means, habits=habits, step=step, backend=backend)
 
     shape = Shape(
         backend=backend,
@@ -75,9 +78,17 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         max_running=running,
         max_context=wanted_context,
         page_tokens=page_tokens,
+        kv_groups=len(groups_of(card, page_tokens=page_tokens, format=kv_format)),
+        graphs=graphs,
     )
     attempt = Attempt(
-        goals=goals, card=card, shape=shape, kv_format=kv_format, limit=limit, machine_bytes=hardware.memory_bytes
+        goals=goals,
+        card=card,
+        shape=shape,
+        kv_format=kv_format,
+        limit=limit,
+        machine_bytes=hardware.memory_free_bytes if backend == "cuda" else hardware.memory_bytes,
+        has_fp8="fp8" in hardware.features,
     )
     found = place(attempt, habits=habits, free=hardware.memory_free_bytes)
     if found is None:
@@ -101,13 +112,18 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         why_prefix,
         why_overlap,
         why_tape,
+        why_graphs,
         why_threads,
         why_deterministic,
+        why_load,
         *target_reasons(goals, card=card, hardware=hardware, shape=shape),
     )
     lines = (
         *fixed_lines(card, shape),
-        *(ledger.kv_line(g, pages=n) for g, n in zip(pools.groups, pools.pages, strict=True)),
+        *(
+            ledger.kv_line(g, pages=n, at_start=backend == "cuda")
+            for g, n in zip(pools.groups, pools.pages, strict=True)
+        ),
     )
     assert total_bytes(lines) <= limit, "a plan was made that does not fit"
     return Plan(
@@ -134,7 +150,9 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             tape=tape,
             threads=threads,
             deterministic=deterministic,
+            graphs=graphs,
         ),
+        load_format=load_format,
         ledger=lines,
         reasons=reasons,
     )
@@ -147,7 +165,8 @@ def place(attempt: Attempt, *, habits: Habits, free: int) -> tuple[Shape, Pools]
     """Fits fixed parts and pages into the limit: first as wanted, then with a shorter context, smaller steps and fewer slots.
 
     What the user stated is never shrunk. Returns None when nothing fits. Without a stated limit pages take at most the scenario's share of
-    free memory, because pages once touched stay.
+    free memory, because pages once touched stay. On a GPU nothing else wants the memory: pages take all that the limit leaves, as far as
+    sequences of the longest context in every slot could use it.
     """
     goals = attempt.goals
     groups = groups_of(attempt.card, page_tokens=attempt.shape.page_tokens, format=attempt.kv_format)
@@ -157,15 +176,17 @@ def place(attempt: Attempt, *, habits: Habits, free: int) -> tuple[Shape, Pools]
         if goals.memory_limit_bytes is None:
             share = int(free * habits.kv_share)
             budget = min(budget, share if goals.max_context is None else max(share, attempt.one_sequence(shape)))
+        each, gpu = min(context, habits.tokens_each), shape.backend == "cuda"
         sizing = Sizing(
             max_context=context,
             max_tokens_per_step=shape.max_tokens_per_step,
-            sequences=shape.max_running,
-            tokens_each=min(context, habits.tokens_each),
+            sequences=shape.max_running * (context // each if gpu else 1),
+            tokens_each=each,
         )
         pools = fit(groups, sizing=sizing, budget=budget)
         if pools is not None:
-            return shape, pools
+            most = replace(sizing, sequences=shape.max_running, tokens_each=context)
+            return shape, fill(pools, budget=budget, most=most) if gpu else pools
     return None
 
 
@@ -217,6 +238,8 @@ def pages_reason(pools: Pools, *, habits: Habits, shape: Shape, page_tokens: int
         why = (
             f"hold {pools.sequences} sequences of {each} tokens at once, or one of {shape.max_context} ({price} a page)"
         )
+    if shape.backend == "cuda":
+        why += "; all that the limit leaves, and what running requests do not use keeps prefixes"
     rejected = (
         f"pages for all {shape.max_running} slots: over the budget" if pools.sequences < shape.max_running else ""
     )
@@ -230,14 +253,14 @@ def target_reasons(goals: Goals, *, card: ModelCard, hardware: Hardware, shape: 
     """What the machine's measured limits say about the stated targets; never a refusal, because they are estimates."""
     found = []
     if goals.tpot_ms is not None:
-        read = ledger.matmul_bytes(card, compute=shape.compute, quantization=shape.quantization)
+        read = ledger.read_bytes(card, compute=shape.compute, quantization=shape.quantization)
         floor = 1000 * read / hardware.memory_bytes_per_s
         verdict = "can be met" if floor <= goals.tpot_ms else "cannot be met on this machine with these weights"
         why = f"{verdict}: reading {show_bytes(read)} for a token takes at least {floor:.1f} ms"
         found.append(Reason(choice="target tpot", value=f"{goals.tpot_ms:g} ms", why=why, pinned=True))
     if goals.ttft_ms is not None:
         tokens = int(goals.ttft_ms / 1000 / choices.step_seconds(card, hardware, tokens=1))
-        why = f"by the measured float32 speed a prompt of about {tokens} tokens is computed in that time on an idle engine"
+        why = f"by {choices.matmul_speed_words(hardware)} a prompt of about {tokens} tokens is computed in that time on an idle engine"
         found.append(Reason(choice="target ttft", value=f"{goals.ttft_ms:g} ms", why=why, pinned=True))
     return tuple(found)
 

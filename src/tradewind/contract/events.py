@@ -22,6 +22,8 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int
     tenant: str = ""
     priority: int = 0
+    taken_s: float = 0.0
+    """When the engine took it from its inbox; 0 where nobody said."""
 
 
 class Scheduled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -33,6 +35,14 @@ class Scheduled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cached_tokens: int
     waited_s: float
     resumed: bool = False
+    seen_tokens: int = 0
+    """Of the prompt, how many leading tokens (whole pages) an earlier request had too, as far as the engine remembers: what of these is
+    not in `cached_tokens` was evicted, or is being computed by somebody else."""
+
+
+Cause = Literal["slot", "pages", "tokens", "grammar", "prefix", "sample"]
+"""Why a request cannot start: no slot is free; its pages are not free; the step's token budget is full; its grammar is being compiled;
+somebody computes the same prefix right now; the first sample of its prompt is not computed."""
 
 
 class Delayed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -42,6 +52,26 @@ class Delayed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_s: float
     reason: str
     blocked_by: str = ""
+    cause: Cause | None = None
+
+
+class Woken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What a request was blocked on (a grammar, a prefix, a sample) is there: from now on it waits in the queue like the others."""
+
+    request_id: str
+    at_s: float
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What holds up the queue from now on; told when it changes. Cause None: whoever is in the queue starts with the next step."""
+
+    at_s: float
+    cause: Cause | None
+    request_id: str = ""
+    """The first that cannot start; those behind it wait for the same."""
+    blocked_by: str = ""
+    """Who has most of what lacks: of the slots the one that came first, of the pages the one that holds most, of the step's tokens the
+    longest prompt."""
 
 
 class TokensOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -71,6 +101,8 @@ class Preempted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_s: float
     lost_tokens: int
     for_whom: str
+    cause: Cause = "pages"
+    """What was lacking: pages, or a slot."""
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -88,9 +120,41 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     waiting: int
     pages_used: tuple[int, ...]
     pages_total: tuple[int, ...]
+    decided_s: float = 0.0
+    """When it was decided; it may have waited for the step before it. 0 where nobody said."""
+    chunk_ids: tuple[str, ...] = ()
+    """Whose prompts (after a preemption: whose known tokens) were computed in this step ..."""
+    chunk_tokens: tuple[int, ...] = ()
+    """... and how many tokens of each."""
+    guessed: int = 0
+    """Guessed tokens that were computed, of all rows ..."""
+    wrong: int = 0
+    """... and how many of them were not what the model says."""
 
 
-Event = Arrived | Scheduled | Delayed | TokensOut | Preempted | StepDone
+class FrontTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the HTTP front did for one request, and when: the ends that the engine cannot see. The engine's clock; None: it did not happen.
+
+          received | body | read | decode | parsed | template, tokenise | submitted | ... engine ... |
+          ... tokens arrive | taken | detokenise, encode | spoken | socket | written |
+    """
+
+    received_s: float
+    read_s: float
+    """The whole body is there."""
+    parsed_s: float
+    submitted_s: float
+    first_taken_s: float | None = None
+    """The front took the first tokens from the engine ..."""
+    first_spoken_s: float | None = None
+    """... their text was made, and, where nothing is streamed, that is all ..."""
+    first_written_s: float | None = None
+    """... and it was handed to the socket."""
+    turns: tuple[tuple[float, float, float], ...] = ()
+    """The answer's last slow writes and its last one, as (taken, spoken, written); `taken` may be that of an earlier part."""
+
+
+Event = Arrived | Scheduled | Delayed | Woken | Held | TokensOut | Preempted | StepDone
 
 
 class Sink(Protocol):

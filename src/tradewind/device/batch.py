@@ -23,8 +23,9 @@ class Scratch:
         self._ops = ops
         self._buffers: dict[str, tuple[tuple[int, ...], str, Tensor]] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: str = "f32") -> Tensor:
-        """The buffer of that name, allocated at first use."""
+    def take(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> Tensor:
+        """The buffer of that name, allocated at first use; without `dtype` of the op set's activation type."""
+        dtype = dtype or self._ops.activation
         held = self._buffers.get(name)
         if held is None:
             held = (shape, dtype, self._ops.empty(shape, dtype))

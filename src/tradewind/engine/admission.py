@@ -15,12 +15,13 @@ from tradewind.cache.lease import PageLease, common_chunks
 from tradewind.cache.pages import NULL_PAGE
 from tradewind.config.plan import SchedulePlan
 from tradewind.contract.errors import UserError
-from tradewind.contract.events import Delayed, Scheduled
+from tradewind.contract.events import Cause, Delayed, Held, Scheduled, Woken
 from tradewind.contract.grammar import GrammarGate
 from tradewind.engine.budget import room_for_more
 from tradewind.engine.columns import Report
 from tradewind.engine.queue import Policy, WaitingQueue
 from tradewind.engine.running import Running
+from tradewind.engine.seen import SeenPrefixes
 from tradewind.engine.sequence import Sequence, State
 
 MISSES_PER_STEP = 16
@@ -32,7 +33,7 @@ WHOLE_PROMPT = 1 << 30
 class Admission:
     """The waiting side of the scheduler, written by it only.
 
-    `live` are all sequences by id; `preempt(victim, now, for_whom)` takes slot and pages from a running one; `out` takes reports.
+    `live` are all sequences by id; `preempt(victim, now, for_whom, cause)` takes slot and pages from a running one; `out` takes reports.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Admission:
         running: Running,
         live: dict[str, Sequence],
         burst_tokens: int,
-        preempt: Callable[[Sequence, float, str], None],
+        preempt: Callable[[Sequence, float, str, Cause], None],
         out: list[Report],
         grammars: GrammarGate | None = None,
     ) -> None:
@@ -62,10 +63,13 @@ class Admission:
         self._out = out
         self._told: dict[str, str] = {}
         """Why a request's delay was last told."""
+        self._held: tuple[Cause | None, str] = (None, "")
+        """What was last told about the whole queue: the cause, and who has most of what lacks."""
+        self._seen = SeenPrefixes()
 
     # -- in and out of the queue -------------------------------------------------------------------------------------
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, now: float) -> None:
         """Queues a waiting sequence, but blocks it on its grammar, or on the first sample of its prompt where that is at it."""
         grammar = sequence.request.grammar
         if grammar is not None:
@@ -77,23 +81,32 @@ class Admission:
             if not ready:
                 sequence.await_grammar()
                 self.compiling.append(sequence)
+                self._delay(sequence, now, "grammar", lambda: "its grammar is being compiled")
                 return
         parent = self._parent(sequence)
         if parent is not None and not self._prompt_done(parent):
             sequence.block(parent, pages=WHOLE_PROMPT)
+            self._delay(
+                sequence,
+                now,
+                "sample",
+                lambda: "the first sample of its prompt is not computed yet",
+                blocked_by=parent.id,
+            )
             return
         self.queue.push(sequence)
         self._running.changed = True
 
-    def wake(self, owner: Sequence, *, published: int) -> None:
+    def wake(self, owner: Sequence, now: float, *, published: int) -> None:
         """Lets those go on that wait for the owner's pages, as far as it has published them."""
         for waiter in list(owner.waiters):
             if published >= waiter.held_pages:
                 waiter.wake()
                 self.queue.push(waiter)
                 self._running.changed = True
+                self._out.append(Woken(request_id=waiter.id, at_s=now))
 
-    def take_grammars(self) -> list[tuple[Sequence, str]]:
+    def take_grammars(self, now: float) -> list[tuple[Sequence, str]]:
         """Queues those whose grammars are compiled; returns those whose grammars cannot be, and why. They are still BLOCKED."""
         if not self.compiling:
             return []
@@ -110,7 +123,8 @@ class Admission:
                 continue
             if ready:
                 sequence.wake()
-                self.push(sequence)
+                self._out.append(Woken(request_id=sequence.id, at_s=now))
+                self.push(sequence, now)
             else:
                 self.compiling.append(sequence)
         return refused
@@ -129,21 +143,34 @@ class Admission:
     def admit(self, now: float, budget: int, *, step: int) -> None:
         """Gives slots and pages to waiting sequences in queue order, as far as `budget` tokens leave room for their prompts."""
         running = self._running
-        if not running.changed or not len(self.queue):
+        if not len(self.queue):
+            self._hold_up(None, None, now)
+            return
+        if not running.changed:
             return
         running.changed = False
+        cause, first = self._admit(now, budget, step)
+        self._hold_up(cause if len(self.queue) else None, first, now)
+
+    def _admit(self, now: float, budget: int, step: int) -> tuple[Cause | None, Sequence | None]:
+        """See `admit`; what holds up those that stay, and the first that it holds up."""
+        running = self._running
         room = room_for_more(running.spans(), budget)
         slots_spoken_for = misses = 0
+        cause: Cause | None = None
+        first: Sequence | None = None
         for sequence in self.queue.first(len(running.free_slots) + MISSES_PER_STEP):
             if room <= 0:
                 running.changed = True
-                return
+                return ("tokens", sequence) if first is None else (cause, first)
             if not running.free_slots:
                 if slots_spoken_for >= len(running.draining) and not self._evict_for_slot(sequence, now):
                     self._delay(sequence, now, "slot", lambda: "all slots are in use")
-                    return
+                    return ("slot", sequence) if first is None else (cause, first)
                 if not running.free_slots:
                     slots_spoken_for += 1
+                    if first is None:
+                        cause, first = "slot", sequence
                     continue
             found = self._found(sequence)
             lack = self._lack_at_best(sequence, found)
@@ -157,9 +184,12 @@ class Admission:
             # It does not fit. Smaller ones may pass it while it is young, but not into pages that are on their way to it.
             self._delay(sequence, now, "pages", partial(self._page_reason, lack))
             misses += 1
+            if first is None:
+                cause, first = "pages", sequence
             coming = self._pages_coming_for(sequence, lack, now)
             if coming or misses == MISSES_PER_STEP or now - sequence.arrived_s > self._schedule.age_limit_s:
-                return
+                break
+        return cause, first
 
     def _found(self, sequence: Sequence) -> int:
         """How many leading chunks are there to be shared, in the tree or with the first sample of the same prompt."""
@@ -223,6 +253,11 @@ class Admission:
         self.queue.take(sequence, start=start)
         running.enter(sequence, lease, start=start)
         resumed = sequence.preemptions > 0
+        seen = 0
+        if not resumed and self._cache.prefix_cache:
+            page = self._cache.page_tokens
+            whole = (sequence.prompt_tokens - 1) // page
+            seen = page * self._seen.note(sequence.namespace, sequence.chunks(page)[:whole])
         if resumed:
             self.recomputed_tokens += max(0, sequence.lost_tokens - start)
         self._told.pop(sequence.id, None)
@@ -234,6 +269,7 @@ class Admission:
                 cached_tokens=start,
                 waited_s=now - sequence.arrived_s,
                 resumed=resumed,
+                seen_tokens=seen,
             )
         )
         return lack
@@ -266,12 +302,36 @@ class Admission:
         return f"needs {', '.join(map(str, need))} more pages, {', '.join(map(str, have))} are free"
 
     def _delay(
-        self, sequence: Sequence, now: float, kind: str, reason: Callable[[], str], *, blocked_by: str = ""
+        self, sequence: Sequence, now: float, cause: Cause, reason: Callable[[], str], *, blocked_by: str = ""
     ) -> None:
-        """Tells once per kind and request why it cannot start."""
-        if self._told.get(sequence.id) != kind:
-            self._told[sequence.id] = kind
-            self._out.append(Delayed(request_id=sequence.id, at_s=now, reason=reason(), blocked_by=blocked_by))
+        """Tells once per cause and request why it cannot start."""
+        if self._told.get(sequence.id) != cause:
+            self._told[sequence.id] = cause
+            self._out.append(
+                Delayed(request_id=sequence.id, at_s=now, reason=reason(), blocked_by=blocked_by, cause=cause)
+            )
+
+    def _hold_up(self, cause: Cause | None, first: Sequence | None, now: float) -> None:
+        """Tells what holds up the queue where that has changed, or where whoever was blamed for it is gone."""
+        told, blamed = self._held
+        if cause == told and (cause is None or blamed in self._live):
+            return
+        blamed = self._who_has_most(cause) if cause is not None else ""
+        self._held = (cause, blamed)
+        self._out.append(
+            Held(at_s=now, cause=cause, request_id=first.id if first is not None else "", blocked_by=blamed)
+        )
+
+    def _who_has_most(self, cause: Cause) -> str:
+        """Of what lacks; changes nothing."""
+        running = self._running
+        rows = running.rows
+        holders = [s for s in rows.sequences if s is not None and s.lease is not None]
+        if cause == "tokens" and running.filling:
+            return max(running.filling, key=lambda s: int(rows.fill[s.slot] - rows.next[s.slot])).id
+        if cause == "pages":
+            return max(holders, key=lambda s: sum(s.lease.held) if s.lease is not None else 0).id if holders else ""
+        return min(holders, key=lambda s: s.arrived_s).id if holders else ""
 
     # -- making room -------------------------------------------------------------------------------------------------
 
@@ -294,7 +354,7 @@ class Admission:
         victim = self._policy.victim(self._less_urgent(sequence)) if self._policy.preempts else None
         if victim is None:
             return False
-        self._preempt(victim, now, sequence.id)
+        self._preempt(victim, now, sequence.id, "slot")
         return True
 
     def _pages_coming_for(self, sequence: Sequence, lack: list[int], now: float) -> bool:
@@ -315,7 +375,7 @@ class Admission:
             assert victim.lease is not None
             coming = [more + pages for more, pages in zip(coming, victim.lease.reclaimable(), strict=True)]
         for victim in victims:
-            self._preempt(victim, now, sequence.id)
+            self._preempt(victim, now, sequence.id, "pages")
         return True
 
     # -- samples of one prompt ---------------------------------------------------------------------------------------

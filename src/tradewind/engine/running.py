@@ -33,6 +33,9 @@ class Flight:
     decode_rows: int
     decide_s: float
     prompt_tokens: int
+    decided_s: float
+    chunk_ids: tuple[str, ...]
+    chunk_tokens: tuple[int, ...]
 
 
 class Running:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tradewind.cache.lease import KVCache
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.errors import RequestError
-from tradewind.contract.events import Arrived, FinishReason, Preempted, StepDone, TokensOut
+from tradewind.contract.events import Arrived, Cause, FinishReason, Preempted, StepDone, TokensOut
 from tradewind.contract.grammar import GrammarGate
 from tradewind.contract.request import Request
 from tradewind.contract.step import Enter, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
@@ -155,9 +155,10 @@ class Scheduler:
                 prompt_tokens=sequence.prompt_tokens,
                 tenant=request.tenant,
                 priority=request.priority,
+                taken_s=now,
             )
         )
-        self._admission.push(sequence)
+        self._admission.push(sequence, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """Ends a request in any state with "abort"; unknown ids are ignored, for they may just have ended."""
@@ -180,7 +181,7 @@ class Scheduler:
         for sequence in list(self._live.values()):
             self._end(sequence, "error", now, error=error)
         for sequence in self._running.settled():
-            self._settle(sequence)
+            self._settle(sequence, now)
 
     def forget(self) -> None:
         """Empties the prefix cache of everything that no running sequence uses."""
@@ -198,7 +199,7 @@ class Scheduler:
         running = self._running
         rows = running.rows
         self._expire(now)
-        for sequence, why in self._admission.take_grammars():
+        for sequence, why in self._admission.take_grammars(now):
             self._end(sequence, "error", now, error=why)
         width = 1 + self.drafts_per_row
         budget = self.schedule.max_tokens_per_step
@@ -256,6 +257,9 @@ class Scheduler:
                 decode_rows=len(decode),
                 decide_s=self._clock() - began,
                 prompt_tokens=sum(sizes),
+                decided_s=now,
+                chunk_ids=tuple(sequence.id for sequence in filling),
+                chunk_tokens=tuple(sizes),
             )
         )
         return step
@@ -299,7 +303,7 @@ class Scheduler:
             victim = self._policy.victim(self._admission.evictable())
             if victim is None:
                 return False
-            self._preempt(victim, now, sequence.id)
+            self._preempt(victim, now, sequence.id, "pages")
             if victim is sequence:
                 return False
         return True
@@ -352,7 +356,7 @@ class Scheduler:
 
         for row in range(flight.decode_rows, len(slot)):
             if valid[row]:
-                self._take_chunk(int(slot[row]), result.logprobs.get(row))
+                self._take_chunk(int(slot[row]), result.logprobs.get(row), now)
         for row, vector in result.hidden.items():
             sequence = rows.sequences[int(slot[row])]
             if valid[row] and sequence is not None:
@@ -366,7 +370,11 @@ class Scheduler:
                 running.slide(passed)
         running.retire(flight.number)
         for sequence in running.settled():
-            self._settle(sequence)
+            self._settle(sequence, now)
+        guessed = wrong = 0
+        if self.drafts_per_row:
+            guessed = int(flight.drafts.sum())
+            wrong = int(np.maximum(flight.drafts + 1 - brought, 0)[flight.drafts > 0].sum())
         self._out.append(
             StepDone(
                 number=flight.number,
@@ -381,6 +389,11 @@ class Scheduler:
                 waiting=self.waiting,
                 pages_used=self.cache.used(),
                 pages_total=tuple(pool.total - 1 for pool in self.cache.pools),
+                decided_s=flight.decided_s,
+                chunk_ids=flight.chunk_ids,
+                chunk_tokens=flight.chunk_tokens,
+                guessed=guessed,
+                wrong=wrong,
             )
         )
         return self.take_reports()
@@ -394,7 +407,7 @@ class Scheduler:
             if count and sequence is not None:
                 accounts.generated(sequence.account, count)
 
-    def _take_chunk(self, slot: int, logprobs: RowLogprobs | None) -> None:
+    def _take_chunk(self, slot: int, logprobs: RowLogprobs | None, now: float) -> None:
         """A prompt chunk is certain: publishes its pages and wakes who waited for them."""
         rows = self._running.rows
         sequence = rows.sequences[slot]
@@ -409,7 +422,7 @@ class Scheduler:
             sequence.lease.unpromise()
             self._running.changed = True
         if sequence.waiters:
-            self._admission.wake(sequence, published=WHOLE_PROMPT if done else sequence.lease.published)
+            self._admission.wake(sequence, now, published=WHOLE_PROMPT if done else sequence.lease.published)
 
     def _take_tokens(
         self, result: StepResult, flight: Flight, valid: npt.NDArray[np.bool_], brought: Ints, now: float
@@ -543,18 +556,18 @@ class Scheduler:
         else:
             rows.epoch[sequence.slot] += 1  # tokens of it that still fly are dropped
             if sequence.state is State.RUNNING and self._running.leave(sequence):
-                self._settle(sequence)
-        self._admission.wake(sequence, published=WHOLE_PROMPT)
+                self._settle(sequence, now)
+        self._admission.wake(sequence, now, published=WHOLE_PROMPT)
 
-    def _preempt(self, sequence: Sequence, now: float, for_whom: str) -> None:
+    def _preempt(self, sequence: Sequence, now: float, for_whom: str, cause: Cause) -> None:
         """Takes slot and pages from a running sequence, which will compute its tokens again; tokens still flying are kept."""
         lost = int(self._running.rows.computed[sequence.slot])
-        self._out.append(Preempted(request_id=sequence.id, at_s=now, lost_tokens=lost, for_whom=for_whom))
+        self._out.append(Preempted(request_id=sequence.id, at_s=now, lost_tokens=lost, for_whom=for_whom, cause=cause))
         if self._running.leave(sequence):
-            self._settle(sequence)
-        self._admission.wake(sequence, published=WHOLE_PROMPT)
+            self._settle(sequence, now)
+        self._admission.wake(sequence, now, published=WHOLE_PROMPT)
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _settle(self, sequence: Sequence, now: float) -> None:
         """No flying step touches a leaving sequence any more: it gives everything back, and is over or waits again."""
         self._running.settle(sequence)
         if sequence.finish is not None:
@@ -564,7 +577,7 @@ class Scheduler:
         if not sequence.generated:
             sequence.prompt_logprobs.clear()  # they will be computed again, from the first
         sequence.requeue()
-        self._admission.push(sequence)
+        self._admission.push(sequence, now)
 
     # -- for tests ---------------------------------------------------------------------------------------------------
 

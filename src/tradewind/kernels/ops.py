@@ -5,13 +5,14 @@ An op set computes in its own memory: numpy arrays for the C++ library (`cpu`), 
 the same model code runs on both, and a tape or graph can record it.
 
 Shape letters: T tokens of the step (capacity of the buffer), L rows whose logits are wanted, R rows (sequences) of the step, H query heads,
-G kv heads, D head dim, E hidden, F intermediate, K/N in/out features, V vocabulary, P logical pages per row, B page_tokens.
-`count` is a one-element int32 numpy array: how many leading rows of the buffers are live. It is read when the op *runs*, so a recorded op
-follows the step's real size.
+G kv heads, D head dim, E hidden, F intermediate, X experts, K/N in/out features, V vocabulary, P logical pages per row, B page_tokens.
+`count` is one int32 in the op set's own memory (numpy for `cpu` and `plain`, on the device for `cuda`): how many leading rows of the
+buffers are live. It is read when the op *runs*, so a recorded op follows the step's real size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,9 +21,10 @@ import numpy.typing as npt
 
 Tensor = Any
 """A numpy array or a torch tensor, as the op set has it."""
-Count = npt.NDArray[np.int32]
+Count = Any
+"""One int32 in the op set's memory."""
 
-Layout = Literal["f32", "bf16", "quant"]
+Layout = Literal["f32", "bf16", "fp8", "quant"]
 Activation = Literal["silu", "gelu_tanh"]
 Compute = Literal["f32", "bf16", "int8"]
 
@@ -31,8 +33,8 @@ Compute = Literal["f32", "bf16", "int8"]
 class PackedMatrix:
     """A weight matrix [N, K] (out, in) as an op set wants it. Opaque outside kernels; made by `Ops.pack_*`.
 
-    `quant` holds unsigned quants of `bits` bits in groups of `group` along K with value = scale * q + minimum; `gated` means the rows are
-    gate and up interleaved for `gated_linear` (N counts both).
+    `quant` holds unsigned quants of `bits` bits in groups of `group` along K with value = scale * q + minimum; `fp8` holds e4m3 values and
+    one float32 scale per output; `gated` means the rows are gate and up, in the op set's own order, for `gated_linear` (N counts both).
     """
 
     layout: Layout
@@ -43,6 +45,36 @@ class PackedMatrix:
     gated: bool
     data: tuple[Tensor, ...]
     nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedExperts:
+    """Matrices [N, K] of one layout, one for each expert of a layer. Opaque outside kernels; made by `Ops.pack_experts`."""
+
+    experts: int
+    n: int
+    k: int
+    layout: str
+    gated: bool
+    data: tuple[Tensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How a router's logits become chosen experts and weights. Every step is in kernels/reference_moe.py, `route`."""
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    """Weights are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights, last of all."""
+    groups: int = 1
+    groups_kept: int = 1
+    """Experts are chosen from the best `groups_kept` of `groups` equal groups."""
+    group_top: int = 1
+    """A group is as good as the sum of its best `group_top` scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +146,13 @@ class SampleColumns:
 class Ops(Protocol):
     """Everything a model may call. Ops write to `out` and return nothing; buffers never alias unless a docstring says so.
 
-    Float tensors are float32 with rows contiguous. Rows beyond `count` are left alone.
+    Float tensors have contiguous rows: the residual stream, angles and logits are float32, everything between two matmuls is of the op
+    set's `activation` type. Rows beyond `count` hold nothing that may be read.
     """
 
     name: str
+    activation: str
+    """Name of the type of values between matmuls: "f32" on a CPU, "bf16" where memory traffic decides."""
 
     # memory and packing (never inside a recording)
     def empty(self, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -151,6 +186,10 @@ class Ops(Protocol):
     def pack_stacked(self, parts: tuple[PackedMatrix, ...]) -> PackedMatrix:
         """Stacks matrices of one layout along N (qkv). N of every part but the last is a multiple of 16."""
 
+    def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
+        """Matrices of one layout and shape, expert by expert, made into one thing that `experts` takes. An iterable, so that an op set may
+        place each part before the next is packed; parts are not used afterwards."""
+
     def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable: ...
 
     def kv_layer(self, *, pages: int, page_tokens: int, kv_heads: int, head_dim: int, format: str) -> KVLayer: ...
@@ -170,6 +209,16 @@ class Ops(Protocol):
         """x += delta (in place, when given); out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, variance over all E values.
         All [T, E]; out may be x (a post-norm stream) or delta."""
 
+    def add(self, x: Tensor, delta: Tensor | None, *, gate: Tensor | None, out: Tensor | None, count: Count) -> None:
+        """x += sigmoid(gate) * delta in place (without a gate x += delta, without delta nothing); then out = x, when given.
+        x, delta, out [T, E]; gate [T, 1]. `out` is how a layer without a norm in front reads the float32 stream as activations."""
+
+    def rms_norm_span(self, x: Tensor, weight: Tensor, *, start: int, eps: float, count: Count) -> None:
+        """One RMS norm, in place, over the columns start .. start + len(weight) of each row of x [T, N]; the others stay as they are."""
+
+    def scale(self, x: Tensor, *, factor: float, count: Count) -> None:
+        """x = factor * x in place; x [T, N]."""
+
     def gelu(self, x: Tensor, *, count: Count) -> None:
         """x = x Phi(x) in place, Phi the normal distribution function (the erf form, not the tanh one); x [T, F]."""
 
@@ -180,6 +229,33 @@ class Ops(Protocol):
         self, x: Tensor, weight: PackedMatrix, *, activation: Activation, bias: Tensor | None, out: Tensor, count: Count
     ) -> None:
         """out[T, F] = activation(x @ gate.T) * (x @ up.T); weight from pack_gated; bias [2F] = gate then up."""
+
+    def route(
+        self, logits: Tensor, routing: Routing, *, bias: Tensor | None, ids: Tensor, weights: Tensor, count: Count
+    ) -> None:
+        """logits float32 [T, X] -> ids int32 [T, K] (all different and valid, whatever the logits), weights float32 [T, K]. bias [X] is
+        added to scores where experts are chosen, not where they are weighed."""
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        activation: Activation,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        out: Tensor,
+        count: Count,
+    ) -> None:
+        """out[t] = sum over k of weights[t, k] * down_e(activation(gate_e x[t]) * up_e x[t]), e = ids[t, k]; x, out [T, E].
+
+        Whatever the routing: an expert may take no token, or all of them, and none is dropped. How tokens are sorted by expert is the op
+        set's own affair, on its device. Only experts that are sent a token are read. gate_up_bias [X, 2F] is gate's then up's, down_bias
+        [X, E]. A token's result does not depend on its neighbours. out is not x.
+        """
 
     def rope_angles(self, positions: Tensor, inv_freq: Tensor, *, scale: float, out: Tensor, count: Count) -> None:
         """out[t] = scale * (cos | sin) of float32 positions[t] * inv_freq; inv_freq [D/2], out [T, D] = cos half, then sin half."""

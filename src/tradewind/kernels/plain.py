@@ -10,15 +10,26 @@ Weights are kept as float32 values. What the fast op sets lose on the way is imi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tradewind.kernels import reference
-from tradewind.kernels.ops import Activation, Compute, Count, KVLayer, PackedMatrix, PagedRows, RowTable, SampleColumns
+from tradewind.kernels import reference, reference_moe
+from tradewind.kernels.ops import (
+    Activation,
+    Compute,
+    Count,
+    KVLayer,
+    PackedExperts,
+    PackedMatrix,
+    PagedRows,
+    Routing,
+    RowTable,
+    SampleColumns,
+)
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -37,6 +48,7 @@ class PlainOps:
     """Ops in torch on CPU memory. Buffers given as numpy arrays are used in place, so a host may write them between steps."""
 
     name = "plain"
+    activation = "f32"
 
     def __init__(self, *, read_blocks: ReadBlocks | None = None, activation_terms: int = 1) -> None:
         """read_blocks: how block formats become float32 (`quantization.blocks.dequantise`); without it only F32, F16 and BF16 are read."""
@@ -91,6 +103,16 @@ class PlainOps:
         values = torch.cat([part.data[0] for part in parts])
         return packed(values, layout=first.layout, bits=first.bits, group=first.group)
 
+    def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
+        matrices = list(parts)
+        first = matrices[0]
+        assert len(matrices) == experts, (len(matrices), experts)
+        assert all((part.layout, part.gated) == (first.layout, first.gated) for part in matrices), "unlike experts"
+        values = torch.stack([part.data[0] for part in matrices])
+        return PackedExperts(
+            experts=experts, n=first.n, k=first.k, layout=first.layout, gated=first.gated, data=(values,), nbytes=values.nbytes
+        )  # fmt: skip
+
     def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable:
         values = torch.from_numpy(self._read(raw, format, (rows, cols)))
         return RowTable(format=format, rows=rows, cols=cols, data=values, nbytes=values.nbytes)
@@ -142,6 +164,24 @@ class PlainOps:
         x[:n] = added
         as_torch(out)[:n] = normed
 
+    def add(self, x: Any, delta: Any | None, *, gate: Any | None, out: Any | None, count: Count) -> None:
+        live = as_torch(x)[: int(count[0])]
+        n = len(live)
+        total = reference.add(
+            live, None if delta is None else as_torch(delta)[:n], None if gate is None else as_torch(gate)[:n]
+        )
+        live.copy_(total)
+        if out is not None:
+            as_torch(out)[:n] = total
+
+    def rms_norm_span(self, x: Any, weight: Any, *, start: int, eps: float, count: Count) -> None:
+        live = as_torch(x)[: int(count[0])]
+        live.copy_(reference.rms_norm_span(live, as_torch(weight), start=start, eps=eps))
+
+    def scale(self, x: Any, *, factor: float, count: Count) -> None:
+        live = as_torch(x)[: int(count[0])]
+        live.copy_(reference.scale(live, factor=factor))
+
     def gelu(self, x: Any, *, count: Count) -> None:
         live = as_torch(x)[: int(count[0])]
         live.copy_(reference.gelu(live))
@@ -160,6 +200,49 @@ class PlainOps:
         as_torch(out)[:n] = reference.gated_linear(
             seen, gate, up, activation=activation, bias=None if bias is None else as_torch(bias)
         )
+
+    def route(self, logits: Any, routing: Routing, *, bias: Any | None, ids: Any, weights: Any, count: Count) -> None:
+        n = int(count[0])
+        chosen, weighed = reference_moe.route(
+            as_torch(logits)[:n], routing, bias=None if bias is None else as_torch(bias)
+        )
+        as_torch(ids)[:n] = chosen
+        as_torch(weights)[:n] = weighed
+
+    def experts(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        activation: Activation,
+        gate_up_bias: Any | None,
+        down_bias: Any | None,
+        out: Any,
+        count: Count,
+    ) -> None:
+        # Not the reference's own function, which knows no rounding of activations and copies every expert's rows.
+        n = int(count[0])
+        live, chosen, weighed = as_torch(x)[:n], as_torch(ids)[:n], as_torch(weights)[:n]
+        order, start = reference_moe.dispatch(chosen, experts=gate_up.experts)
+        answers = torch.empty(len(order), down.n)
+        for expert in range(gate_up.experts):
+            mine = slice(int(start[expert]), int(start[expert + 1]))
+            if mine.start == mine.stop:
+                continue
+            rows = live[order[mine] // chosen.shape[1]]
+            gate, up = gate_up.data[0][expert].view(-1, 2, gate_up.k).unbind(1)
+            inner = reference.gated_linear(
+                as_seen(rows, gate_up.layout, terms=self._terms), gate, up, activation=activation,
+                bias=None if gate_up_bias is None else as_torch(gate_up_bias)[expert],
+            )  # fmt: skip
+            answers[mine] = reference.linear(
+                as_seen(inner, down.layout, terms=self._terms), down.data[0][expert],
+                None if down_bias is None else as_torch(down_bias)[expert],
+            )  # fmt: skip
+        as_torch(out)[:n] = reference_moe.combine(answers, weighed, order)
 
     def rope_angles(self, positions: Any, inv_freq: Any, *, scale: float, out: Any, count: Count) -> None:
         n = int(count[0])

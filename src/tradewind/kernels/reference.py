@@ -47,6 +47,24 @@ def add_layer_norm(
     return x, centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
 
 
+def add(x: Tensor, delta: Tensor | None, gate: Tensor | None = None) -> Tensor:
+    """x + sigmoid(gate) * delta: x and delta [T, E], gate [T, 1]; without a gate x + delta, without delta x."""
+    if delta is None:
+        return x
+    return x + (delta if gate is None else torch.sigmoid(gate) * delta)
+
+
+def rms_norm_span(x: Tensor, weight: Tensor, *, start: int, eps: float) -> Tensor:
+    """x [T, N] with the columns from `start` on, as many as weights, replaced by their RMS norm."""
+    end = start + len(weight)
+    return torch.cat([x[:, :start], rms_norm(x[:, start:end], weight, eps=eps), x[:, end:]], -1)
+
+
+def scale(x: Tensor, *, factor: float) -> Tensor:
+    """factor * x."""
+    return factor * x
+
+
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x), Phi the normal distribution function (Hendrycks & Gimpel 2016)."""
     return x * 0.5 * torch.erfc(x * -math.sqrt(0.5))

@@ -16,26 +16,31 @@ ROUNDING = 1e-5
 """Float32 sums in another order."""
 
 
-def _row(name: str, *, tolerance: float, cpu: str | None) -> OpSpec:
-    return OpSpec(name=name, reference=f"tradewind.kernels.reference:{name}", cpu=cpu, tolerance=tolerance)
+def _row(name: str, *, tolerance: float, cpu: str | None, module: str = "reference") -> OpSpec:
+    return OpSpec(name=name, reference=f"tradewind.kernels.{module}:{name}", cpu=cpu, tolerance=tolerance)
 
 
 OPS: dict[str, OpSpec] = {
     spec.name: spec
     for spec in (
+        _row("add", tolerance=ROUNDING, cpu="add"),
         _row("add_layer_norm", tolerance=ROUNDING, cpu="add_layer_norm"),
         _row("add_rms_norm", tolerance=ROUNDING, cpu="add_rms_norm"),
         _row("attention", tolerance=ROUNDING, cpu="attention"),
         _row("copy_pages", tolerance=EXACT, cpu=None),
         _row("embed", tolerance=EXACT, cpu="embed"),
+        _row("experts", tolerance=ROUNDING, cpu="experts", module="reference_moe"),
         _row("gated_linear", tolerance=ROUNDING, cpu="gated_linear"),
         _row("gather_rows", tolerance=EXACT, cpu="gather_rows"),
         _row("gelu", tolerance=ROUNDING, cpu="gelu"),
         _row("linear", tolerance=ROUNDING, cpu="linear"),
         _row("logprobs", tolerance=ROUNDING, cpu="logprobs"),
+        _row("rms_norm_span", tolerance=ROUNDING, cpu="rms_norm_span"),
         _row("rope_angles", tolerance=ROUNDING, cpu="rope_angles"),
         _row("rope_store", tolerance=ROUNDING, cpu="rope_store"),
+        _row("route", tolerance=ROUNDING, cpu="route", module="reference_moe"),
         _row("sample", tolerance=EXACT, cpu="sample"),
+        _row("scale", tolerance=ROUNDING, cpu="scale"),
         _row("softcap", tolerance=ROUNDING, cpu="softcap"),
     )
 }

@@ -11,7 +11,7 @@ from tradewind.layers.linear import Linear
 
 
 class Attention:
-    """Grouped-query attention (Ainslie et al. 2023) over pages; with q and k norms or biases where the card has them."""
+    """Grouped-query attention (Ainslie et al. 2023) over pages; with biases, and norms of q and k, where the card has them."""
 
     def __init__(self, build: Build, weights: Weights, *, layer: int) -> None:
         card = build.card
@@ -34,11 +34,18 @@ class Attention:
         if card.qk_norm:
             self.q_norm = weights.vector({"q_norm.weight": card.head_dim}, offset=card.norm_offset)
             self.k_norm = weights.vector({"k_norm.weight": card.head_dim}, offset=card.norm_offset)
+        self.whole_norms = []
+        if card.qk_norm_whole:
+            for name, start in (("q", 0), ("k", self.width)):
+                weight = weights.vector({f"{name}_norm.weight": sizes[name]}, offset=card.norm_offset)
+                self.whole_norms.append((start, weight))
 
     def __call__(self, batch: ForwardBatch, x: Tensor, *, out: str) -> Tensor:
         """x [T, E] -> [T, E] in the scratch buffer `out`; writes this step's keys and values into the layer's pages."""
         group, kv = batch.layer_group[self.layer], batch.kv[self.layer]
         qkv = self.qkv(batch, x, out="qkv")
+        for start, weight in self.whole_norms:
+            self.ops.rms_norm_span(qkv, weight, start=start, eps=self.eps, count=batch.tokens)
         q = batch.scratch.take("q", (batch.capacity, self.width))
         self.ops.rope_store(
             qkv,

@@ -20,17 +20,18 @@ class Embedding:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """The residual stream x [T, E], a scratch buffer that only the following layers change."""
-        x = batch.scratch.take("x", (batch.capacity, self.table.cols))
+        x = batch.scratch.take("x", (batch.capacity, self.table.cols), "f32")
         self.ops.embed(batch.ids, self.table, scale=self.scale, out=x, count=batch.tokens)
         return x
 
 
 class Head:
-    """Logits of chosen rows: x @ W.T, softly capped where the card says so."""
+    """Logits of chosen rows: x @ W.T, scaled and softly capped where the card says so."""
 
     def __init__(self, build: Build) -> None:
         card = build.card
         self.ops = build.ops
+        self.scale = card.logit_scale
         self.softcap = card.logit_softcap
         name = "embedding" if card.tied_embeddings else "head"
         self.weight = build.weights.matrix({name: card.vocab_size}, k=card.hidden, sensitive=True)
@@ -38,5 +39,7 @@ class Head:
     def __call__(self, rows: Tensor, *, out: Tensor, count: Count) -> None:
         """rows [L, E] -> out [L, V]; gather the rows that want logits first, the head is the model's largest matrix."""
         self.ops.linear(rows, self.weight, bias=None, out=out, count=count)
+        if self.scale != 1.0:
+            self.ops.scale(out, factor=self.scale, count=count)
         if self.softcap is not None:
             self.ops.softcap(out, cap=self.softcap, count=count)

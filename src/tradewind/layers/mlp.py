@@ -13,24 +13,28 @@ from tradewind.layers.linear import GatedLinear, Linear
 class GatedMLP:
     """down(activation(gate(x)) * up(x)): SwiGLU or GeGLU (Shazeer 2020)."""
 
-    def __init__(self, build: Build, weights: Weights) -> None:
+    def __init__(self, build: Build, weights: Weights, *, intermediate: int | None = None) -> None:
+        """intermediate: the inner size, where it is not the card's."""
         card = build.card
         assert card.activation != "gelu", "a gated block takes silu or the tanh form of gelu"
+        inner = card.intermediate if intermediate is None else intermediate
+        # A scratch buffer has one shape: blocks of another inner size have a buffer of their own.
+        self.inner = "gated" if inner == card.intermediate else f"gated.{inner}"
         self.gate_up = GatedLinear(
             build,
             weights,
             "gate",
             "up",
-            n=card.intermediate,
+            n=inner,
             k=card.hidden,
             activation=card.activation,
             bias=card.mlp_bias,
         )
-        self.down = Linear(build, weights, {"down": card.hidden}, k=card.intermediate, bias=card.mlp_bias)
+        self.down = Linear(build, weights, {"down": card.hidden}, k=inner, bias=card.mlp_bias)
 
     def __call__(self, batch: ForwardBatch, x: Tensor, *, out: str) -> Tensor:
         """x [T, E] -> [T, E] in the scratch buffer `out`."""
-        return self.down(batch, self.gate_up(batch, x, out="gated"), out=out)
+        return self.down(batch, self.gate_up(batch, x, out=self.inner), out=out)
 
 
 class PlainMLP:

@@ -23,20 +23,21 @@ class Rotary:
     def __init__(self, build: Build, name: str, rope: RopeFacts) -> None:
         self.ops = build.ops
         self.name = name
-        inv_freq, self.scale = frequencies(rope, head_dim=build.card.head_dim)
+        inv_freq, self.scale = frequencies(rope, head_dim=build.card.head_dim, max_positions=build.card.max_positions)
         self.width = 2 * len(inv_freq)
         self.inv_freq = self.ops.constant(inv_freq.astype(np.float32))
 
     def __call__(self, batch: ForwardBatch) -> None:
         """Computes the step's angles and hangs them into the batch."""
-        angles = batch.scratch.take(f"angles.{self.name}", (batch.capacity, self.width))
+        angles = batch.scratch.take(f"angles.{self.name}", (batch.capacity, self.width), "f32")
         self.ops.rope_angles(batch.positions, self.inv_freq, scale=self.scale, out=angles, count=batch.tokens)
         batch.angles[self.name] = angles
 
 
-def frequencies(rope: RopeFacts, *, head_dim: int) -> tuple[Frequencies, float]:
+def frequencies(rope: RopeFacts, *, head_dim: int, max_positions: int = 0) -> tuple[Frequencies, float]:
     """(radians per position for each rotated pair of dims, factor on cos and sin); changes nothing.
 
+    max_positions: the longest text that is served (LongRoPE chooses by it).
     Computed in float64 and rounded once by the caller; published code does each step in float32 and differs in the last bit.
     """
     dims = rope.rotary_dims or head_dim
@@ -47,6 +48,8 @@ def frequencies(rope: RopeFacts, *, head_dim: int) -> tuple[Frequencies, float]:
         return llama3(inv_freq, rope), 1.0
     if rope.kind == "yarn":
         return yarn(inv_freq, rope, dims=dims), yarn_attention_factor(rope)
+    if rope.kind == "longrope":
+        return longrope(inv_freq, rope, max_positions=max_positions), longrope_attention_factor(rope)
     if rope.kind == "absent":
         return np.zeros(1), 1.0  # one pair of dims turned by 0: cos 1, sin 0, so that the op leaves every bit as it is
     assert rope.kind == "none", rope.kind
@@ -86,3 +89,21 @@ def yarn_attention_factor(rope: RopeFacts) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     return 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+
+def longrope(inv_freq: Frequencies, rope: RopeFacts, *, max_positions: int) -> Frequencies:
+    """LongRoPE (Ding et al. 2024): each frequency divided by a factor of its own, from the long list where texts may pass the original
+    positions. The published code chooses anew for each text by its length so far; keys of both lists in one text are then wrong, and so is
+    a prefix that two texts share. So the choice is made once, for the longest text that is served.
+    """
+    assert rope.original_max_positions is not None
+    long = max_positions > rope.original_max_positions
+    return inv_freq / np.array(rope.long_factors if long else rope.short_factors)
+
+
+def longrope_attention_factor(rope: RopeFacts) -> float:
+    """LongRoPE's factor on cos and sin, the same for both lists: sqrt(1 + ln(factor) / ln(original positions))."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    assert rope.original_max_positions is not None
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions)) if rope.factor > 1 else 1.0

@@ -18,7 +18,7 @@ from tradewind.device.batch import ForwardBatch
 from tradewind.layers.attention import Attention
 from tradewind.layers.build import Build, Count, Tensor
 from tradewind.layers.embedding import Embedding, Head
-from tradewind.layers.mlp import GatedMLP
+from tradewind.layers.moe import feed_forward
 from tradewind.layers.norm import RMSNorm
 from tradewind.layers.rotary import Rotary
 
@@ -86,14 +86,14 @@ class Layer(Protocol):
 
 
 class LlamaLayer:
-    """Pre-norm attention and gated MLP."""
+    """Pre-norm attention and gated MLP, or the mixture of experts that the card has in its place."""
 
     def __init__(self, build: Build, *, layer: int) -> None:
         weights = build.weights.at(f"layers.{layer}")
         self.attention_norm = RMSNorm(build, weights, "attention_norm")
         self.attention = Attention(build, weights.at("attention"), layer=layer)
         self.mlp_norm = RMSNorm(build, weights, "mlp_norm")
-        self.mlp = GatedMLP(build, weights.at("mlp"))
+        self.mlp = feed_forward(build, weights.at("mlp"), layer=layer)
 
     def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
         """Adds the layer before (delta) to x and returns what this layer's MLP wants added."""

@@ -13,7 +13,21 @@ from tradewind.config.card import ModelCard
 from tradewind.contract.errors import UserError
 from tradewind.device.batch import ForwardBatch
 from tradewind.layers.build import Backend, Build, Count, Ops, Tensor, Weights
-from tradewind.models import bert, gemma3, llama, mistral, qwen2, qwen3
+from tradewind.models import (
+    bert,
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 
 
 class Model(Protocol):
@@ -41,8 +55,11 @@ class Family:
 
     model: MakeModel
     hf_places: Mapping[str, str]
-    gguf_names: Mapping[str, str]
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    """Empty: this family is not read from GGUF files."""
     gguf_interleaved: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Tensors that hold several matrices, and how they are cut (weights/split.py)."""
     hf_renames: Mapping[str, str] = field(default_factory=dict)
     """Prefix of a name -> what stands for it in hf_places."""
     ignored: tuple[str, ...] = ("rope_freqs.weight",)
@@ -57,10 +74,10 @@ FAMILIES: dict[str, Family] = {
     "bert": Family(
         model=bert.Bert,
         hf_places=bert.HF_PLACES,
-        gguf_names={},
         hf_renames=bert.HF_RENAMES,
         ignored=bert.HF_IGNORED,
     ),
+    "gemma2": Family(model=gemma2.Gemma2, hf_places=gemma2.HF_PLACES),
     "gemma3": Family(
         model=gemma3.Gemma3,
         hf_places=gemma3.HF_PLACES,
@@ -68,6 +85,7 @@ FAMILIES: dict[str, Family] = {
         hf_renames=gemma3.HF_RENAMES,
         ignored=gemma3.HF_IGNORED,
     ),
+    "granite": Family(model=granite.Granite, hf_places=granite.HF_PLACES),
     "llama": Family(
         model=llama.Llama,
         hf_places=llama.HF_PLACES,
@@ -80,8 +98,13 @@ FAMILIES: dict[str, Family] = {
         gguf_names=mistral.GGUF_NAMES,
         gguf_interleaved=mistral.GGUF_INTERLEAVED,
     ),
+    "mixtral": Family(model=mixtral.Mixtral, hf_places=mixtral.HF_PLACES),
+    "olmo2": Family(model=olmo2.Olmo2, hf_places=olmo2.HF_PLACES),
+    "phi3": Family(model=phi3.Phi3, hf_places=phi3.HF_PLACES, fused=phi3.FUSED),
     "qwen2": Family(model=qwen2.Qwen2, hf_places=qwen2.HF_PLACES, gguf_names=qwen2.GGUF_NAMES),
+    "qwen2_moe": Family(model=qwen2_moe.Qwen2Moe, hf_places=qwen2_moe.HF_PLACES),
     "qwen3": Family(model=qwen3.Qwen3, hf_places=qwen3.HF_PLACES, gguf_names=qwen3.GGUF_NAMES),
+    "qwen3_moe": Family(model=qwen3_moe.Qwen3Moe, hf_places=qwen3_moe.HF_PLACES),
 }
 
 

@@ -2,8 +2,8 @@
 
 Knows: who is told what. Refuses to know: HTTP, processes.
 
-      engine's reports  -> take_reports  -> lives -> metrics, board, traces
-      finished requests -> take_receipt  -> metrics, traces, log
+      engine's reports  -> take_reports  -> lives -> metrics, board, receipts, traces
+      finished requests -> take_receipt  -> metrics, receipts, traces, log
       engine died       -> engine_ended  -> open sequences end with "error"
 """
 
@@ -20,6 +20,7 @@ from tradewind.observability.board import Board, plan_json
 from tradewind.observability.lives import Listener, Lives, ReceiptLike, TokenColumns
 from tradewind.observability.logs import log_request
 from tradewind.observability.metrics import EngineFacts, Metrics
+from tradewind.observability.receipts import ItemisedReceipt, ReceiptBook
 from tradewind.observability.traces import Traces, make_traces
 
 LOG = logging.getLogger("tradewind.observability")
@@ -29,11 +30,25 @@ class Hub:
     """The listeners of one server. All calls come from one thread; none of them raises."""
 
     def __init__(
-        self, *, metrics: Metrics, board: Board, plan: bytes, traces: Traces | None = None, log_requests: bool = False
+        self,
+        *,
+        metrics: Metrics,
+        board: Board,
+        plan: bytes,
+        traces: Traces | None = None,
+        log_requests: bool = False,
+        page_tokens: int = 16,
+        max_tokens_per_step: int = 2048,
     ) -> None:
         self.metrics, self.board, self.plan, self.traces = metrics, board, plan, traces
+        self.on_itemised: Callable[[ItemisedReceipt, ReceiptLike | None], None] = lambda made, receipt: None
+        """Told every itemised receipt; a journal listens here."""
+        self.receipts = ReceiptBook(
+            page_tokens=page_tokens, max_tokens_per_step=max_tokens_per_step, on_made=self._itemised
+        )
         self._log_requests = log_requests
-        listeners: list[Listener] = [metrics, board]
+        # The receipts come before the traces, which carry their parts.
+        listeners: list[Listener] = [metrics, board, self.receipts]
         if traces is not None:
             listeners.append(traces)
         self._lives = Lives(listeners, on_bug=_bug)
@@ -53,6 +68,8 @@ class Hub:
         startup_s: Iterable[tuple[str, float]] = (),
         log_requests: bool = False,
         otlp_endpoint: str | None = None,
+        page_tokens: int = 16,
+        max_tokens_per_step: int = 2048,
     ) -> Self:
         """All of them. Raises MissingExtraError or UserError for an endpoint that cannot be used."""
         traces = make_traces(otlp_endpoint, model=model, version=version) if otlp_endpoint else None
@@ -75,7 +92,15 @@ class Hub:
             engine_pid=engine_pid,
             plan=plan,
         )
-        return cls(metrics=metrics, board=board, plan=plan_json(plan), traces=traces, log_requests=log_requests)
+        return cls(
+            metrics=metrics,
+            board=board,
+            plan=plan_json(plan),
+            traces=traces,
+            log_requests=log_requests,
+            page_tokens=page_tokens,
+            max_tokens_per_step=max_tokens_per_step,
+        )
 
     def take(self, event: Event | TokenColumns) -> None:
         """See contract.events.Sink."""
@@ -89,12 +114,18 @@ class Hub:
         """A finished HTTP request."""
         try:
             self.metrics.take_receipt(receipt)
+            self.receipts.take_receipt(receipt)
             if self.traces is not None:
                 self.traces.take_receipt(receipt, traceparent=receipt.traceparent)
             if self._log_requests:
                 log_request(receipt)
         except Exception as error:  # whoever listens must not harm the answer
             _bug(error)
+
+    def _itemised(self, made: ItemisedReceipt, receipt: ReceiptLike | None) -> None:
+        if self.traces is not None:
+            self.traces.take_itemised(made)
+        self.on_itemised(made, receipt)
 
     def engine_ended(self, why: str) -> None:
         """The engine is gone and will report nothing more; a new one may follow."""

@@ -17,7 +17,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from tradewind.contract.events import Arrived, Delayed, Event, Preempted, Scheduled, StepDone, TokensOut
+from tradewind.contract.events import (
+    Arrived,
+    Delayed,
+    Event,
+    FrontTimes,
+    Held,
+    Preempted,
+    Scheduled,
+    StepDone,
+    TokensOut,
+    Woken,
+)
 
 Phase = Literal["queue", "prefill", "decode", "preempted"]
 
@@ -67,6 +78,10 @@ class ReceiptLike(Protocol):
     def error(self) -> str | None: ...
     @property
     def traceparent(self) -> str: ...
+    @property
+    def sequences(self) -> tuple[str, ...]: ...
+    @property
+    def times(self) -> FrontTimes | None: ...
 
 
 @dataclass(slots=True)
@@ -102,6 +117,12 @@ class Life:
 class Listener:
     """Told what happened. Every call must return at once and never raise; calls come from one thread."""
 
+    def arrived(self, life: Life, event: Arrived) -> None:
+        """A sequence entered the queue."""
+
+    def phase(self, life: Life) -> None:
+        """Another entry of `life.phases`, or, when `finish` is set, the end of the last one."""
+
     def scheduled(self, life: Life, event: Scheduled, recomputed_tokens: int) -> None:
         """A slot was got; `event.resumed` says whether again, and then `recomputed_tokens` are computed a second time."""
 
@@ -119,6 +140,12 @@ class Listener:
 
     def delayed(self, event: Delayed) -> None:
         """The head of the queue could not start."""
+
+    def woken(self, event: Woken) -> None:
+        """What a request was blocked on is there."""
+
+    def held(self, event: Held) -> None:
+        """What holds up the queue changed."""
 
     def step(self, event: StepDone) -> None:
         """A step was collected."""
@@ -146,10 +173,12 @@ class Lives:
         self._takes: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrived,
             Delayed: self._delayed,
+            Held: self._held,
             Preempted: self._preempted,
             Scheduled: self._scheduled,
             StepDone: self._step,
             TokensOut: self._tokens_out,
+            Woken: self._woken,
         }
 
     @property
@@ -183,8 +212,15 @@ class Lives:
 
     def _arrived(self, event: Arrived) -> None:
         life = Life(id=event.request_id, arrived_s=event.at_s, tenant=event.tenant, prompt_tokens=event.prompt_tokens)
-        life.phases.append(("queue", event.at_s))
         self._open[event.request_id] = life
+        for listener in self._listeners:
+            listener.arrived(life, event)
+        self._enter(life, "queue", event.at_s)
+
+    def _enter(self, life: Life, phase: Phase, at_s: float) -> None:
+        life.phases.append((phase, at_s))
+        for listener in self._listeners:
+            listener.phase(life)
 
     def _scheduled(self, event: Scheduled) -> None:
         life = self._open.get(event.request_id)
@@ -198,7 +234,7 @@ class Lives:
             recomputed = max(0, life.lost_tokens - event.cached_tokens)
             life.recomputed_tokens += recomputed
             self._resuming.add(life.id)
-        life.phases.append(("prefill", event.at_s))
+        self._enter(life, "prefill", event.at_s)
         for listener in self._listeners:
             listener.scheduled(life, event, recomputed)
 
@@ -206,13 +242,21 @@ class Lives:
         for listener in self._listeners:
             listener.delayed(event)
 
+    def _woken(self, event: Woken) -> None:
+        for listener in self._listeners:
+            listener.woken(event)
+
+    def _held(self, event: Held) -> None:
+        for listener in self._listeners:
+            listener.held(event)
+
     def _preempted(self, event: Preempted) -> None:
         life = self._open.get(event.request_id)
         if life is None:
             return
         life.preemptions += 1
         life.lost_tokens = event.lost_tokens
-        life.phases.append(("preempted", event.at_s))
+        self._enter(life, "preempted", event.at_s)
         self._resuming.discard(life.id)
         for listener in self._listeners:
             listener.preempted(life, event)
@@ -249,7 +293,7 @@ class Lives:
                 return
             # It was refused before it could arrive.
             life = Life(id=event.request_id, arrived_s=event.at_s, prompt_tokens=event.prompt_tokens)
-            life.phases.append(("queue", event.at_s))
+            self._enter(life, "queue", event.at_s)
         if event.tokens:
             last_s = self._last_s.get(life.id)
             self._last_s[life.id] = event.at_s
@@ -267,20 +311,22 @@ class Lives:
 
     def _first(self, life: Life, at_s: float) -> None:
         life.first_token_s = at_s
-        life.phases.append(("decode", at_s))
+        self._enter(life, "decode", at_s)
         self._resuming.discard(life.id)
         for listener in self._listeners:
             listener.first_token(life, at_s)
 
     def _going_on(self, request_id: str, at_s: float) -> None:
         self._resuming.discard(request_id)
-        self._open[request_id].phases.append(("decode", at_s))
+        self._enter(self._open[request_id], "decode", at_s)
 
     def _end(self, life: Life, finish: str, at_s: float, *, error: str | None) -> None:
         self._open.pop(life.id, None)
         life.last_token_s = self._last_s.pop(life.id, None)
         self._resuming.discard(life.id)
         life.finish, life.error, life.ended_s = finish, error, at_s
+        for listener in self._listeners:
+            listener.phase(life)
         for listener in self._listeners:
             listener.ended(life)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tradewind.contract.errors import MissingExtraError, UserError
 from tradewind.observability.lives import Life, Listener, ReceiptLike, tenant_hash
+from tradewind.observability.receipts import ItemisedReceipt
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -57,6 +58,7 @@ class Traces(Listener):
         self._with_receipts = with_receipts
         self._lives: OrderedDict[str, Life] = OrderedDict()
         self._receipts: OrderedDict[str, tuple[ReceiptLike, str, list[Life]]] = OrderedDict()
+        self._itemised: OrderedDict[str, ItemisedReceipt] = OrderedDict()
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -74,6 +76,12 @@ class Traces(Listener):
         if len(self._lives) > REMEMBERED:
             _, oldest = self._lives.popitem(last=False)
             self._tell(None, "", [oldest])
+
+    def take_itemised(self, made: ItemisedReceipt) -> None:
+        """The parts of a request that is told next; where they come, they come before its receipt or its last sequence."""
+        self._itemised[made.id] = made
+        if len(self._itemised) > REMEMBERED:
+            self._itemised.popitem(last=False)
 
     def take_receipt(self, receipt: ReceiptLike, *, traceparent: str = "") -> None:
         """A finished HTTP request; `traceparent` is its W3C Trace Context header, if it had one."""
@@ -161,6 +169,20 @@ class Traces(Listener):
                 "gen_ai.usage.input_tokens": sum(life.prompt_tokens for life in lives),
                 "tradewind.cached_tokens": sum(life.cached_tokens for life in lives),
             }
+        made = self._itemised.pop(str(about["gen_ai.response.id"]), None)
+        if made is not None:
+            about |= {f"tradewind.part.{part.name}_ms": round(part.seconds * 1e3, 3) for part in made.e2e}
+            about |= {
+                "tradewind.e2e_ms": round(made.e2e_s * 1e3, 3),
+                "tradewind.binding.cause": made.binding.cause,
+                "tradewind.binding.says": made.binding.says,
+            }
+            if made.ttft_s is not None:
+                about["tradewind.ttft_ms"] = round(made.ttft_s * 1e3, 3)
+            if made.binding.blocked_by:
+                about["tradewind.binding.blocked_by"] = made.binding.blocked_by
+            if made.counterfactual is not None:
+                about["tradewind.counterfactual"] = made.counterfactual.says
         return about
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.blocks import BLOCKS, as_scale_min
 from tradewind.quantization.numerics import Numerics, Ops, Stored
+from tradewind.quantization.plain import PlainScheme
 
 if TYPE_CHECKING:
     from tradewind.quantization.blocks import ScaleMin
@@ -49,9 +50,15 @@ class GGUFScheme:
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
 
-    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
+    def pack(
+        self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics, gated: bool = False
+    ) -> PackedMatrix:
         tensors = [part["weight"] for part in parts]
         formats = {tensor.format for tensor in tensors}
+        if gated:
+            # Two block formats cannot be interleaved as they lie. No file in use has that, so the simple way is taken.
+            scheme = self if len(formats) == 1 else PlainScheme()
+            return ops.pack_gated(*(scheme.pack([part], ops=ops, numerics=numerics) for part in parts))
         n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         if len(formats) == 1:
             raw = tensors[0].data if len(tensors) == 1 else np.concatenate([tensor.data for tensor in tensors])

@@ -5,7 +5,9 @@ Knows: these two records. Refuses to know: the schemes that read them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,7 +16,10 @@ from numpy.typing import NDArray
 from tradewind.kernels.ops import Compute as Compute
 from tradewind.kernels.ops import Ops as Ops
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "fp8", "int8", "int4"]
+
+SENSITIVE: Mapping[Quantization, Quantization] = {"fp8": "none", "int4": "int8"}
+"""What a matrix whose rounding is heard most (head, embedding) is quantised to instead."""
 
 
 class Stored(Protocol):
@@ -28,6 +33,10 @@ class Stored(Protocol):
     def format(self) -> str: ...
     @property
     def data(self) -> NDArray[np.uint8]: ...
+    @property
+    def file(self) -> Path | None: ...
+    @property
+    def offset(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +45,7 @@ class Numerics:
 
     compute: Compute
     quantization: Quantization
+
+    def for_sensitive(self) -> Numerics:
+        """The same for a sensitive matrix."""
+        return replace(self, quantization=SENSITIVE.get(self.quantization, self.quantization))

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.numerics import Numerics, Ops, Stored
-from tradewind.quantization.plain import PlainScheme, as_float
+from tradewind.quantization.plain import PLAIN_FORMATS, PlainScheme, as_float
 
 if TYPE_CHECKING:
     from tradewind.quantization.blocks import ScaleMin
 
 GROUP = 32
-PLAIN_FORMATS = ("BF16", "F16", "F32")
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 """Widths of the int4 range that are tried, as a part of max - min, narrowed about its middle."""
 ROWS_PER_PIECE = 1024
@@ -48,7 +47,11 @@ class OnlineScheme:
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
 
-    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
+    def pack(
+        self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics, gated: bool = False
+    ) -> PackedMatrix:
+        if gated:
+            return ops.pack_gated(*(self.pack([part], ops=ops, numerics=numerics) for part in parts))
         weights = as_float([part["weight"] for part in parts])
         if weights.shape[1] % GROUP:
             return PlainScheme().pack(parts, ops=ops, numerics=numerics)

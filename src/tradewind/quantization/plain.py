@@ -6,6 +6,7 @@ Knows: one tensor "weight" per matrix. Refuses to know: how the op set lays it o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,14 @@ from tradewind.quantization.blocks import BLOCKS, dequantise
 from tradewind.quantization.numerics import Numerics, Ops, Stored
 
 INT8_GROUP = 32
+PLAIN_FORMATS = ("BF16", "F16", "F32")
 
 
 class PlainScheme:
-    """Dequantises to float32 and lets `ops.pack_matrix` store it for the chosen compute type."""
+    """Dequantises to float32 and lets `ops.pack_matrix` store it for the chosen compute type.
+
+    An op set that takes tensors as they lie in the file (`pack_stored`: a device that computes in bf16) converts them itself.
+    """
 
     name = "plain"
 
@@ -29,8 +34,16 @@ class PlainScheme:
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
 
-    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
-        values = as_float([part["weight"] for part in parts])
+    def pack(
+        self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics, gated: bool = False
+    ) -> PackedMatrix:
+        tensors = [part["weight"] for part in parts]
+        if hasattr(ops, "pack_stored"):
+            device: Any = ops
+            return cast(PackedMatrix, device.pack_stored(tensors, layout="bf16", gated=gated))
+        if gated:
+            return ops.pack_gated(*(self.pack([part], ops=ops, numerics=numerics) for part in parts))
+        values = as_float(tensors)
         whole_groups = values.shape[1] % INT8_GROUP == 0
         compute = numerics.compute if whole_groups or numerics.compute != "int8" else "bf16"
         return ops.pack_matrix(values, compute=compute)

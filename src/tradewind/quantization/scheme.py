@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tradewind.contract.errors import UserError
 from tradewind.kernels.ops import PackedMatrix
+from tradewind.quantization.fp8 import FP8Scheme
 from tradewind.quantization.gguf import GGUFScheme
 from tradewind.quantization.numerics import Compute as Compute
 from tradewind.quantization.numerics import Numerics as Numerics
@@ -31,11 +32,17 @@ class Scheme(Protocol):
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         """The tensors that make up one matrix: suffix of the name -> shape."""
 
-    def pack(self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics) -> PackedMatrix:
-        """Packs matrices of equal K, stacked along N. Each part maps the suffixes of `expects` to tensors."""
+    def pack(
+        self, parts: Sequence[Mapping[str, Stored]], *, ops: Ops, numerics: Numerics, gated: bool = False
+    ) -> PackedMatrix:
+        """Packs matrices of equal K, stacked along N, or (`gated`) a gate and its up for `ops.gated_linear`.
+
+        Each part maps the suffixes of `expects` to tensors.
+        """
 
 
 SCHEMES: dict[str, Scheme] = {
+    "fp8": FP8Scheme(),
     "gguf": GGUFScheme(),
     "int4": OnlineScheme(bits=4),
     "int8": OnlineScheme(bits=8),

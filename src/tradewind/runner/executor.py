@@ -1,8 +1,8 @@
-"""The device wing's front door on one rank: contract.Executor over a StepRunner.
+"""The device wing's front door on one rank: contract.Executor over a StepRunner (host memory) or a runner with a device of its own.
 
 Knows: which thread works. With `overlap` the work happens in a thread of its own, so that the engine decides step N + 1 meanwhile (C++ ops
 release the interpreter); without it, `collect` does the work in the caller's thread. Same code, same tokens.
-Refuses to know: what a step does.
+A GPU works by itself: `DeviceExecutor` needs no thread. Refuses to know: what a step does.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from tradewind.contract.errors import EngineDeadError
 from tradewind.contract.step import Step, StepResult
 from tradewind.runner.runner import StepRunner
+
+ResultT = TypeVar("ResultT")
 
 
 class LocalExecutor:
@@ -88,3 +91,45 @@ class LocalExecutor:
             except BaseException as error:  # handed to the owner, who is waiting in collect
                 self._results.put(error)
                 return
+
+
+class DeviceRunner(Protocol):
+    """A runner whose device works while the host goes on."""
+
+    def submit(self, step: Step) -> None: ...
+    def collect(self) -> StepResult: ...
+    def close(self) -> None: ...
+
+
+class DeviceExecutor:
+    """contract.Executor over a DeviceRunner: submit puts work on the device and returns."""
+
+    def __init__(self, runner: DeviceRunner, *, at_close: Callable[[], None] | None = None) -> None:
+        self._runner = runner
+        self._at_close = at_close
+        self._dead: BaseException | None = None
+
+    def submit(self, step: Step) -> None:
+        """Puts a step on the device. Raises EngineDeadError with the cause when that failed."""
+        self._guarded(lambda: self._runner.submit(step))
+
+    def collect(self) -> StepResult:
+        """Waits for the oldest uncollected step. Raises EngineDeadError with the cause when the device has failed."""
+        return self._guarded(self._runner.collect)
+
+    def close(self) -> None:
+        """Waits for the device and gives everything back. Safe to call twice."""
+        close, self._at_close = self._at_close, None
+        if self._dead is None:
+            self._runner.close()
+        if close is not None:
+            close()
+
+    def _guarded(self, work: Callable[[], ResultT]) -> ResultT:
+        error = self._dead
+        if error is None:
+            try:
+                return work()
+            except Exception as raised:
+                error = self._dead = raised
+        raise EngineDeadError(f"the device failed: {type(error).__name__}: {error}") from error

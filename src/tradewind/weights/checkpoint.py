@@ -72,13 +72,16 @@ def holds_model(path: Path) -> bool:
     return path.is_file() and path.suffix == ".gguf"
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, *, weights: bool = True) -> Checkpoint:
     """Opens a .gguf file, or a folder with config.json and *.safetensors or with exactly one .gguf; changes nothing.
 
-    Raises CheckpointError with file, byte where there is one, and reason.
+    Without `weights` the description alone is opened: config.json is enough, safetensors that lie there are left alone, and `tensors`
+    is empty (a .gguf is its own description and is opened as ever). Raises CheckpointError with file, byte where there is one, and reason.
     """
     path = Path(path)
     if path.is_dir():
+        if not weights and (path / "config.json").is_file():
+            return _open_hf(path, weights=False)
         return _open_folder(path)
     if path.is_file():
         return _open_gguf(path)
@@ -105,7 +108,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     raise CheckpointError(folder, "holds neither config.json with *.safetensors nor a .gguf file")
 
 
-def _open_hf(folder: Path) -> Checkpoint:
+def _open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
     config = _json(folder / "config.json")
     assert config is not None
     tokenizer_config = _json(folder / "tokenizer_config.json")
@@ -114,7 +117,7 @@ def _open_hf(folder: Path) -> Checkpoint:
         path=folder,
         kind="hf",
         metadata=config,
-        tensors=open_sharded(folder),
+        tensors=open_sharded(folder) if weights else {},
         tokenizer_json=tokenizer_json if tokenizer_json.is_file() else None,
         tokenizer_config=tokenizer_config,
         generation_config=_json(folder / "generation_config.json"),

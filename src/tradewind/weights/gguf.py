@@ -337,7 +337,14 @@ class _Reader:
         self._check_ranges(entries, data_start)
         whole = np.frombuffer(self.buffer, np.uint8)
         return {
-            name: RawTensor(name, shape, format, whole[data_start + offset : data_start + offset + nbytes])
+            name: RawTensor(
+                name,
+                shape,
+                format,
+                whole[data_start + offset : data_start + offset + nbytes],
+                file=self.path,
+                offset=data_start + offset,
+            )
             for name, (shape, format, offset, nbytes, _) in entries.items()
         }
 

@@ -6,14 +6,14 @@ the registry, `Family`), byte layouts (quantization) and devices (ops). Imports 
     "blk.3.attn_q.weight"                       name in the file
     "model.layers.3.self_attn.q_proj.weight"    Hugging Face name          family.gguf_names
     "layers.3.attention.q.weight"               place in the model         family.hf_places
+    "layers.3.attention.qkv.weight"             q, k and v in one tensor   family.fused, cut by split.py
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +23,14 @@ from tradewind.config.plan import NumericsPlan
 from tradewind.contract.errors import UserError
 from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
-from tradewind.quantization.scheme import SCHEMES, Compute, Numerics, Ops, Scheme, choose_scheme
+from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
 from tradewind.weights.checkpoint import Checkpoint
+from tradewind.weights.split import NUMBER, Fused, parts_of
 from tradewind.weights.tensor import RawTensor, shown
 
 Progress = Callable[[int, int], None]
 """(bytes loaded so far, bytes in all)."""
 
-LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 ModelT = TypeVar("ModelT", covariant=True)
 
 
@@ -49,6 +49,8 @@ class FamilyRow(Protocol[ModelT]):
     def gguf_names(self) -> Mapping[str, str]: ...
     @property
     def gguf_interleaved(self) -> Mapping[str, str]: ...
+    @property
+    def fused(self) -> Fused: ...
     @property
     def ignored(self) -> tuple[str, ...]: ...
 
@@ -73,16 +75,29 @@ def load_model(
     """
     loading = _Loading(
         checkpoint, family=family, card=card, ops=ops,
-        numerics=Numerics(compute=packing(numerics.compute), quantization=numerics.quantization), progress=progress,
+        numerics=packing(numerics), progress=progress,
     )  # fmt: skip
-    model = family.build(card=card, ops=ops, weights=PlacedWeights(loading), attention=attention)
-    loading.refuse_surplus()
+    # An op set that streams has only begun when the model is built: the files are read while the last tensors are asked for.
+    uploader: Any = getattr(ops, "uploader", None)
+    try:
+        model = family.build(card=card, ops=ops, weights=PlacedWeights(loading), attention=attention)
+        loading.refuse_surplus()
+        if uploader is not None:
+            try:
+                uploader.finish(loading.report_left)
+            except OSError as error:
+                raise WeightsError(f"{loading.where} cannot be read: {error}") from None
+    except BaseException:
+        if uploader is not None:
+            uploader.cancel()
+        raise
     return model
 
 
-def packing(compute: str) -> Compute:
-    """How weights are packed for a way to compute: int16 differs from int8 only in the activations."""
-    return "int8" if compute == "int16" else cast("Compute", compute)
+def packing(numerics: NumericsPlan | Numerics) -> Numerics:
+    """How weights are packed under a plan: int16 differs from int8 only in the activations."""
+    compute = "int8" if numerics.compute == "int16" else numerics.compute
+    return Numerics(compute=compute, quantization=numerics.quantization)
 
 
 class PlacedWeights:
@@ -97,31 +112,25 @@ class PlacedWeights:
 
     def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> Any:
         numerics = self._loading.numerics
-        if sensitive and numerics.quantization == "int4":
-            numerics = Numerics(compute=numerics.compute, quantization="int8")
-        return self._pack(choose_scheme(self._formats(sizes), numerics), sizes, k=k, numerics=numerics)
+        (first, *others) = sizes
+        table = None if others else self._loading.tables.get(self._inside + first)
+        if table is not None and hasattr(self._loading.ops, "matrix_of_rows"):
+            device: Any = self._loading.ops
+            return device.matrix_of_rows(table)
+        return self._pack(sizes, k=k, numerics=numerics.for_sensitive() if sensitive else numerics)
 
     def gated(self, gate: str, up: str, *, n: int, k: int) -> Any:
-        numerics = self._loading.numerics
-        formats = self._formats((gate, up))
-        scheme = choose_scheme(formats, numerics)
-        if scheme is SCHEMES["gguf"] and len(set(formats)) > 1:
-            # Two block formats cannot be interleaved as they lie. No file in use has that, so the simple way is taken.
-            scheme = SCHEMES["plain"]
-        packed = [self._pack(scheme, {name: n}, k=k, numerics=numerics) for name in (gate, up)]
-        return self._loading.ops.pack_gated(*packed)
+        return self._pack({gate: n, up: n}, k=k, numerics=self._loading.numerics, gated=True)
 
-    def _formats(self, names: Iterable[str]) -> list[str]:
-        return [self._loading.find(f"{self._inside}{name}.weight").format for name in names]
-
-    def _pack(self, scheme: Scheme, sizes: dict[str, int], *, k: int, numerics: Numerics) -> Any:
-        """Stacks and packs the matrices at `sizes`."""
-        take = self._loading.take
+    def _pack(self, sizes: dict[str, int], *, k: int, numerics: Numerics, gated: bool = False) -> Any:
+        """Stacks (or joins as gate and up) and packs the matrices at `sizes`."""
+        take, find = self._loading.take, self._loading.find
+        scheme = choose_scheme([find(f"{self._inside}{name}.weight").format for name in sizes], numerics)
         parts = [
             {suffix: take(f"{self._inside}{name}.{suffix}", shape) for suffix, shape in scheme.expects((n, k)).items()}
             for name, n in sizes.items()
         ]
-        return scheme.pack(parts, ops=self._loading.ops, numerics=numerics)
+        return scheme.pack(parts, ops=self._loading.ops, numerics=numerics, gated=gated)
 
     def vector(self, sizes: dict[str, int], *, offset: float = 0.0) -> Any:
         values = as_float([self._readable(name, (size,)) for name, size in sizes.items()])
@@ -132,7 +141,13 @@ class PlacedWeights:
 
     def rows(self, name: str, *, rows: int, cols: int) -> Any:
         raw = self._readable(f"{name}.weight", (rows, cols))
-        return self._loading.ops.row_table(raw.data, raw.format, rows=rows, cols=cols)
+        device: Any = self._loading.ops
+        if hasattr(self._loading.ops, "stored_rows"):
+            table = device.stored_rows(raw)
+        else:
+            table = self._loading.ops.row_table(raw.data, raw.format, rows=rows, cols=cols)
+        self._loading.tables[self._inside + name] = table
+        return table
 
     def _readable(self, name: str, shape: tuple[int, ...]) -> RawTensor:
         """The tensor here, in a format that can be turned into floats as it is."""
@@ -159,6 +174,9 @@ class _Loading:
     ) -> None:
         self.ops = ops
         self.numerics = numerics
+        self.tables: dict[str, Any] = {}
+        """Tables of rows by place: where a device can, a tied head is one of them."""
+        self._streams = hasattr(ops, "uploader")
         self._checkpoint = checkpoint
         self._family = family
         self._card = card
@@ -170,7 +188,7 @@ class _Loading:
         for name, tensor in checkpoint.tensors.items():
             place = place_of(name, family=family, gguf=checkpoint.kind == "gguf")
             if place is not None:
-                self._at[place] = tensor
+                self._at.update(parts_of(tensor, place, fused=family.fused, card=card))
             elif not name.startswith(family.ignored):
                 self._unplaced.append(name)
         self._all_bytes = sum(tensor.nbytes for tensor in self._at.values())
@@ -195,12 +213,17 @@ class _Loading:
         if place not in self._taken:
             self._taken.add(place)
             self._loaded_bytes += tensor.nbytes
-            if self._progress is not None:
+            if self._progress is not None and not self._streams:
                 self._progress(self._loaded_bytes, self._all_bytes)
-        heads_field = self._family.gguf_interleaved.get(LAYER_NUMBER.sub("{}", place))
+        heads_field = self._family.gguf_interleaved.get(NUMBER.sub("{}", place))
         if heads_field is None or self._checkpoint.kind != "gguf":
             return tensor
         return with_half_split_rows(tensor, heads=getattr(self._card, heads_field))
+
+    def report_left(self, left_bytes: int) -> None:
+        """Progress of an op set that streams."""
+        if self._progress is not None:
+            self._progress(max(0, self._all_bytes - left_bytes), self._all_bytes)
 
     def refuse_surplus(self) -> None:
         """Raises WeightsError when the checkpoint holds tensors that nothing asked for."""
@@ -222,18 +245,19 @@ class _Loading:
 
     def _file_name(self, place: str) -> str:
         """What the file would call the tensor at a place."""
-        number = LAYER_NUMBER.search(place)
-        template = LAYER_NUMBER.sub("{}", place)
+        numbers = NUMBER.findall(place)
+        template = NUMBER.sub("{}", place)
+        if template not in self._family.hf_places.values():
+            template = next((whole for whole, parts in self._family.fused.items() if template in parts), template)
         name = next((name for name, held in self._family.hf_places.items() if held == template), template)
         if self._checkpoint.kind == "gguf":
             name = next((gguf for gguf, held in self._family.gguf_names.items() if held == name), name)
-        return name.format(number.group()) if number else name
+        return name.format(*numbers)
 
 
 def place_of(name: str, *, family: FamilyRow[Any], gguf: bool) -> str | None:
     """The place in the model of a tensor, by its name in the file; None when the family has none for it."""
-    number = LAYER_NUMBER.search(name)
-    template = LAYER_NUMBER.sub("{}", name, count=1)
+    template = NUMBER.sub("{}", name)
     if gguf:
         template = family.gguf_names.get(template, "")
     else:
@@ -242,7 +266,7 @@ def place_of(name: str, *, family: FamilyRow[Any], gguf: bool) -> str | None:
                 template = instead + template.removeprefix(prefix)
                 break
     place = family.hf_places.get(template)
-    return place if place is None or number is None else place.format(number.group())
+    return None if place is None else place.format(*NUMBER.findall(name))
 
 
 def with_half_split_rows(tensor: RawTensor, *, heads: int) -> RawTensor:
@@ -254,4 +278,4 @@ def with_half_split_rows(tensor: RawTensor, *, heads: int) -> RawTensor:
     rows = tensor.shape[0]
     order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     data: NDArray[np.uint8] = tensor.data.reshape(rows, -1)[order].reshape(-1)
-    return replace(tensor, data=data)
+    return replace(tensor, data=data, file=None)

@@ -56,7 +56,8 @@ def open_safetensors(path: Path | str) -> dict[str, RawTensor]:
     ends: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         format, shape, begin, end = _entry(path, name, entry, size - data_start)
-        tensors[name] = RawTensor(name, shape, format, whole[data_start + begin : data_start + end])
+        data = whole[data_start + begin : data_start + end]
+        tensors[name] = RawTensor(name, shape, format, data, file=path, offset=data_start + begin)
         ends.append((begin, end, name))
     _check_ranges(path, ends, data_start, size)
     return tensors

@@ -62,13 +62,16 @@ class RawTensor:
     """A tensor's bytes, unchanged, as a view of the mapped file.
 
     name: as the file spells it. shape: row-major (numpy order; GGUF's own order reversed). format: a name of
-    `BLOCKS` or `PLAIN_BITS`. data: uint8 [nbytes], read-only, no copy.
+    `BLOCKS` or `PLAIN_BITS`. data: uint8 [nbytes], read-only, no copy. file, offset: where the same bytes can be read
+    without the mapping; None where they lie in no file as they are.
     """
 
     name: str
     shape: tuple[int, ...]
     format: str
     data: NDArray[np.uint8]
+    file: Path | None = None
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tradewind.kernels.ops import Activation, Layout, PackedMatrix
+from tradewind.kernels.ops import Activation, Layout, PackedExperts, PackedMatrix
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -186,6 +186,25 @@ def pack_stacked(lib: ctypes.CDLL, parts: Sequence[PackedMatrix], *, threads: in
     return _record(first.layout, data, n=sum(part.n for part in parts), k=first.k, bits=first.bits, group=first.group)
 
 
+def pack_experts(parts: Sequence[PackedMatrix]) -> PackedExperts:
+    """The parts as they lie, with a table of their addresses. Raises ValueError unless they share shape and packed layout."""
+    first = parts[0]
+    if any((part.n, part.gated, _traits(part)) != (first.n, first.gated, _traits(first)) for part in parts):
+        raise ValueError(
+            f"experts of different shapes or packed layouts: {', '.join(sorted(set(map(_sentence, parts))))}"
+        )
+    table = np.array([part.data[0].ctypes.data for part in parts], np.int64)
+    return PackedExperts(
+        experts=len(parts),
+        n=first.n,
+        k=first.k,
+        layout=first.layout,
+        gated=first.gated,
+        data=(table, *(part.data[0] for part in parts)),
+        nbytes=sum(part.nbytes for part in parts),
+    )
+
+
 def can_combine(parts: Sequence[PackedMatrix]) -> bool:
     """Whether `pack_stacked` (and, with equal N, `pack_gated`) takes these parts together."""
     return all(not part.gated and _traits(part) == _traits(parts[0]) for part in parts) and not any(
@@ -208,6 +227,21 @@ def scratch_bytes(lib: ctypes.CDLL, packed: PackedMatrix, capacity_rows: int, *,
     function = lib.tw_matmul_scratch
     function.restype = ctypes.c_int64
     return max(LINE, int(function(_at(packed.data[0]), ctypes.c_int64(capacity_rows), ctypes.c_int64(terms))))
+
+
+def experts_scratch_bytes(
+    lib: ctypes.CDLL, gate_up: PackedExperts, down: PackedExperts, pairs: int, *, terms: int = 1
+) -> int:
+    """Bytes of scratch (on a cache line) that `experts` needs for up to `pairs` pairs of a token and an expert."""
+    function = lib.tw_experts_scratch
+    function.restype = ctypes.c_int64
+    numbers = (ctypes.c_int64(pairs), ctypes.c_int64(gate_up.experts), ctypes.c_int64(terms))
+    return int(function(_at(gate_up.data[1]), _at(down.data[1]), *numbers))
+
+
+def activation_code(activation: Activation) -> int:
+    """The library's number of an activation."""
+    return _ACTIVATIONS[activation]
 
 
 def linear_words(

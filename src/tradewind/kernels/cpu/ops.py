@@ -7,7 +7,7 @@ An op called outside a recording runs at once as a tape of one; inside one it is
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,18 @@ import numpy.typing as npt
 from tradewind.kernels.cpu import matrix
 from tradewind.kernels.cpu.library import Library
 from tradewind.kernels.cpu.tape import Tape, Word
-from tradewind.kernels.ops import Activation, Compute, Count, KVLayer, PackedMatrix, PagedRows, RowTable, SampleColumns
+from tradewind.kernels.ops import (
+    Activation,
+    Compute,
+    Count,
+    KVLayer,
+    PackedExperts,
+    PackedMatrix,
+    PagedRows,
+    Routing,
+    RowTable,
+    SampleColumns,
+)
 
 Array = npt.NDArray[Any]
 
@@ -39,6 +50,8 @@ ROW_FORMATS = {
 LARGE_BYTES = 1 << 20
 """From here on memory comes straight from the system: untouched pages cost nothing. Huge pages are not asked for: attention got no faster
 with them (it prefetches), and 60 KV buffers of which a short prompt touches the start would hold 2 MB each."""
+MOST_EXPERTS = 1024
+"""As in csrc/moe.cpp."""
 SAMPLE_PIECE = 4096
 SAMPLE_PIECE_BYTES = 272
 """One record per piece of the vocabulary in the scratch of `sample`; the same constants as in csrc/sample.cpp."""
@@ -50,6 +63,7 @@ class CpuOps:
     """Op set "cpu". Owns a team of threads; not for use by two Python threads at once. Call `close` when done."""
 
     name = "cpu"
+    activation = "f32"
 
     def __init__(self, library: Library, *, threads: int, isa: int | None = None, activation_terms: int = 1) -> None:
         """threads: of the team, the caller included. isa: an index of library.ISAS to stay at or below; None takes the machine's best.
@@ -173,6 +187,12 @@ class CpuOps:
         self._outside_recording("pack_stacked")
         return matrix.pack_stacked(self.library.handle, parts, threads=self.team.threads)
 
+    def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
+        self._outside_recording("pack_experts")
+        matrices = tuple(parts)
+        assert len(matrices) == experts, (len(matrices), experts)
+        return matrix.pack_experts(matrices)
+
     def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable:
         """Keeps the bytes as they are (a view of a mapped file stays one). Raises ValueError for a wrong number of bytes."""
         assert format in ROW_FORMATS, f"no rows of format {format}"
@@ -221,6 +241,23 @@ class CpuOps:
             "add_layer_norm", x, delta, weight, bias, x.shape[1], float(eps), out, count,
             label=f"add_layer_norm {list(x.shape)}",
         )  # fmt: skip
+
+    def add(self, x: Array, delta: Array | None, *, gate: Array | None, out: Array | None, count: Count) -> None:
+        _check(x, delta, gate, out, count)
+        assert gate is None or (delta is not None and gate.shape[1] == 1), "a gate is one number a row, for a delta"
+        self._call("add", x, delta, gate, x.shape[1], out, count, label=f"add {list(x.shape)}")
+
+    def rms_norm_span(self, x: Array, weight: Array, *, start: int, eps: float, count: Count) -> None:
+        _check(x, weight, count)
+        assert 0 <= start <= start + len(weight) <= x.shape[1], (start, weight.shape, x.shape)
+        self._call(
+            "rms_norm_span", x, x.shape[1], start, weight, len(weight), float(eps), count,
+            label=f"rms_norm_span {list(x.shape)} {start}+{len(weight)}",
+        )  # fmt: skip
+
+    def scale(self, x: Array, *, factor: float, count: Count) -> None:
+        _check(x, count)
+        self._call("scale", x, x.shape[1], float(factor), count, label=f"scale {list(x.shape)}")
 
     def gelu(self, x: Array, *, count: Count) -> None:
         _check(x, count)
@@ -272,11 +309,57 @@ class CpuOps:
         )  # fmt: skip
 
     def _scratch_for(self, weight: PackedMatrix, rows: int) -> Array:
+        return self._scratch_of(matrix.scratch_bytes(self.library.handle, weight, rows, terms=self._terms))
+
+    def _scratch_of(self, needed: int) -> Array:
         """Scratch that every matmul shares, since ops run in turn. Growing leaves the old one to the tapes that know it."""
-        needed = matrix.scratch_bytes(self.library.handle, weight, rows, terms=self._terms)
         if needed > self._matmul_scratch.nbytes:
             self._matmul_scratch = self.empty((needed,), "u8")
         return self._matmul_scratch
+
+    def route(
+        self, logits: Array, routing: Routing, *, bias: Array | None, ids: Array, weights: Array, count: Count
+    ) -> None:
+        _check(logits, bias, ids, weights, count)
+        experts, r = logits.shape[1], routing
+        assert experts <= MOST_EXPERTS, experts
+        assert experts % r.groups == 0, (experts, r)
+        assert 0 < r.groups_kept <= r.groups, r
+        assert 0 < r.top_k <= experts // r.groups * r.groups_kept, (experts, r)
+        assert ids.shape[1] == weights.shape[1] == r.top_k, (ids.shape, weights.shape, r)
+        self._call(
+            "route", logits, experts, bias, ids, weights, r.top_k, int(r.score == "sigmoid"), int(r.normalise), float(r.scale), r.groups,
+            r.groups_kept, r.group_top, count, label=f"route {r.top_k} of {experts}",
+        )  # fmt: skip
+
+    def experts(
+        self,
+        x: Array,
+        ids: Array,
+        weights: Array,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        activation: Activation,
+        gate_up_bias: Array | None,
+        down_bias: Array | None,
+        out: Array,
+        count: Count,
+    ) -> None:
+        _check(x, ids, weights, gate_up_bias, down_bias, out, count)
+        assert gate_up.gated, "gate and up of an expert are one gated matrix"
+        assert (x.shape[1], gate_up.n, down.n) == (gate_up.k, 2 * down.k, out.shape[1]), (x.shape, gate_up.n, down.n)
+        assert gate_up.experts == down.experts, (gate_up.experts, down.experts)
+        chosen = ids.shape[1]
+        scratch = self._scratch_of(
+            matrix.experts_scratch_bytes(self.library.handle, gate_up, down, len(x) * chosen, terms=self._terms)
+        )
+        self._call(
+            "experts", x, ids, weights, chosen, gate_up.experts, gate_up.data[0], down.data[0], gate_up_bias, down_bias,
+            matrix.activation_code(activation), out, scratch, self._terms, count,
+            label=f"experts {gate_up.layout} [{len(x)}, {gate_up.k}] -> {chosen} of {gate_up.experts} x {down.k}",
+            alive=(gate_up, down),
+        )  # fmt: skip
 
     def rope_angles(self, positions: Array, inv_freq: Array, *, scale: float, out: Array, count: Count) -> None:
         _check(positions, inv_freq, out, count)

@@ -13,6 +13,7 @@ Only the row's own length and SPLITS decide how its sum is cut: batch mates chan
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +21,19 @@ from torch import Tensor
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
 from tradewind.kernels.triton.rope import stored
 from tradewind.kernels.triton.tuning import DecodeConfig
+
+
+def multiplied_as(pages: Tensor) -> tl.dtype:
+    """The type in which queries meet these pages. FP8 becomes float16: exact, and one instruction converts two values; bf16 takes eight."""
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}.get(pages.dtype, tl.float16)
+
+
+@triton.jit
+def narrowed(x, DOT: tl.constexpr):
+    """x as DOT; beyond float16's range it saturates instead of becoming infinite."""
+    if tl.float16 == DOT and x.dtype != tl.float16:
+        x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
+    return x.to(DOT)
 
 
 @triton.jit
@@ -139,8 +153,8 @@ def _decode_kernel(
             b = b * factor * w2[None, :]
         q1 = a * cos[None, :] - b * sin[None, :]
         q2 = b * cos[None, :] + a * sin[None, :]
-    q1 = q1.to(DOT)
-    q2 = q2.to(DOT)
+    q1 = narrowed(q1, DOT)
+    q2 = narrowed(q2, DOT)
 
     # Scores are kept in units of log 2, so that exp2 serves; with a cap they stay natural until it has been applied.
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -287,7 +301,7 @@ def paged_decode(
     assert not fused or angles.shape[1] == dim, "the fused rotation covers the whole head"
     assert pow2(config.splits) == config.splits, f"{config.splits} splits are no power of two"
     assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
-    dot = {"float32": tl.float32, "float16": tl.float16}.get(str(k_pages.dtype).removeprefix("torch."), tl.bfloat16)
+    dot = multiplied_as(k_pages)
     _decode_kernel[(config.splits, kv_heads, count)](
         q, k_pages, v_pages, out, page_table, lengths, rows if rows is not None else lengths,
         query_start if query_start is not None else lengths, sinks if sinks is not None else lengths,

@@ -1,4 +1,4 @@
-"""SiLU-mul (with optional FP8 output) and the embedding gather.
+"""Gated activation (with optional bias and FP8 output), GELU, softcap, scale, additions to the stream, row gathers.
 
 Knows: elementwise arithmetic. Refuses to know: the matmuls around it.
 """
@@ -24,9 +24,21 @@ def activated(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def _gate_and_up(x_ptr, bias_ptr, row, column, inside, F, BIAS: tl.constexpr):
+    """Columns of gate and up of one row, float32; row holds gate, then up."""
+    gate = tl.load(x_ptr + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        gate += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_ptr + F + column, mask=inside, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
 def _gated_kernel(
-    x_ptr, out_ptr, count_ptr, F, BLOCK: tl.constexpr, GELU: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, bias_ptr, out_ptr, count_ptr, F,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
@@ -35,23 +47,15 @@ def _gated_kernel(
             return
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(x_ptr + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(x_ptr, bias_ptr, row, column, inside, F, BIAS)
     tl.store(out_ptr + row * F + column, (activated(gate, GELU) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _gated_quant_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    count_ptr,
-    F,
-    BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-    COUNTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, bias_ptr, out_ptr, scale_ptr, count_ptr, F,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -60,8 +64,7 @@ def _gated_quant_kernel(
             return
     column = tl.arange(0, BLOCK)
     inside = column < F
-    gate = tl.load(x_ptr + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+    gate, up = _gate_and_up(x_ptr, bias_ptr, row, column, inside, F, BIAS)
     y = activated(gate, GELU) * up
     scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-10) / 448.0
     tl.store(scale_ptr + row, scale)
@@ -73,37 +76,32 @@ def gated_activation(
     *,
     out: Tensor,
     activation: str = "silu",
+    bias: Tensor | None = None,
     scale: Tensor | None = None,
     count: Tensor | None = None,
     block: int = 1024,
     warps: int = 4,
     pdl: bool = False,
 ) -> None:
-    """out[T, F] = activation(x[:, :F]) * x[:, F:]; x [T, 2F] is gate then up.
+    """out[T, F] = activation(x[:, :F]) * x[:, F:]; x [T, 2F] is gate then up; bias [2F] is added to x first.
 
     out bf16, or e4m3 with `scale` float32 [T] = absmax / 448 per token. count: int32 [1] on the device.
     """
     tokens, width = x.shape[0], x.shape[1] // 2
     assert (out.dtype == FP8) == (scale is not None), "an FP8 output has a scale, others have none"
     counted = count if count is not None else x
-    flags = {"GELU": activation == "gelu_tanh", "COUNTED": count is not None}
+    added = bias if bias is not None else x
+    flags = {"GELU": activation == "gelu_tanh", "BIAS": bias is not None, "COUNTED": count is not None}
     if scale is not None:
         block = pow2(width)
         _gated_quant_kernel[(tokens,)](
-            x,
-            out,
-            scale,
-            counted,
-            width,
-            BLOCK=block,
-            **flags,
-            **launch_options(pdl=pdl, warps=max(1, min(16, block // 512))),
-        )
+            x, added, out, scale, counted, width, BLOCK=block, **flags, **launch_options(pdl=pdl, warps=max(1, min(16, block // 512)))
+        )  # fmt: skip
     else:
         block = min(block, pow2(width))
         _gated_kernel[(triton.cdiv(width, block), tokens)](
-            x, out, counted, width, BLOCK=block, **flags, **launch_options(pdl=pdl, warps=warps)
-        )
+            x, added, out, counted, width, BLOCK=block, **flags, **launch_options(pdl=pdl, warps=warps)
+        )  # fmt: skip
 
 
 @triton.jit
@@ -148,14 +146,117 @@ def _gather_kernel(
     source = tl.load(index_ptr + row).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < E
-    tl.store(out_ptr + row * E + column, tl.load(x_ptr + source * E + column, mask=inside), mask=inside)
+    value = tl.load(x_ptr + source * E + column, mask=inside)
+    tl.store(out_ptr + row * E + column, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def gather_rows(x: Tensor, index: Tensor, *, out: Tensor, count: Tensor | None = None, pdl: bool = False) -> None:
-    """out[i] = x[index[i]]; index int32 [L], x and out [*, E] of one dtype."""
+    """out[i] = x[index[i]]; index int32 [L], x and out [*, E] bf16 or float32."""
     width = x.shape[1]
     block = min(1024, pow2(width))
     _gather_kernel[(triton.cdiv(width, block), out.shape[0])](
         x, index, out, count if count is not None else index, width,
         BLOCK=block, COUNTED=count is not None, **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
+
+
+@triton.jit
+def _in_place_kernel(
+    x_ptr, bias_ptr, count_ptr, E, cap,
+    BLOCK: tl.constexpr, KIND: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < E
+    x = tl.load(x_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "gelu":
+        x = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "scale":
+        x = x * cap
+    elif KIND == "softcap":  # tanh z = 1 - 2 / (exp(2 z) + 1)
+        x = cap * (1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0))
+    else:
+        x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x_ptr + row * E + column, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def _in_place(x: Tensor, bias: Tensor, cap: float, kind: str, *, count: Tensor | None, pdl: bool) -> None:
+    width = x.shape[1]
+    block = min(1024, pow2(width))
+    _in_place_kernel[(triton.cdiv(width, block), x.shape[0])](
+        x, bias, count if count is not None else x, width, cap,
+        BLOCK=block, KIND=kind, COUNTED=count is not None, **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
+
+
+def gelu(x: Tensor, *, count: Tensor | None = None, pdl: bool = False) -> None:
+    """x = x Phi(x) in place, Phi the normal distribution function; x [T, F] bf16 or float32."""
+    _in_place(x, x, 1.0, "gelu", count=count, pdl=pdl)
+
+
+def softcap(x: Tensor, *, cap: float, count: Tensor | None = None, pdl: bool = False) -> None:
+    """x = cap tanh(x / cap) in place; x [T, V] bf16 or float32."""
+    _in_place(x, x, cap, "softcap", count=count, pdl=pdl)
+
+
+def scale(x: Tensor, *, factor: float, count: Tensor | None = None, pdl: bool = False) -> None:
+    """x = factor x in place; x [T, N] bf16 or float32."""
+    _in_place(x, x, factor, "scale", count=count, pdl=pdl)
+
+
+def add_bias(x: Tensor, bias: Tensor, *, count: Tensor | None = None, pdl: bool = False) -> None:
+    """x += bias in place, where a library matmul cannot add it; x [T, N] bf16 or float32, bias [N]."""
+    _in_place(x, bias, 1.0, "bias", count=count, pdl=pdl)
+
+
+@triton.jit
+def _add_kernel(
+    x_ptr, delta_ptr, gate_ptr, out_ptr, count_ptr, E,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, OUT: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < E
+    at = row * E + column
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        delta = tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if GATE:
+            delta = delta / (1.0 + tl.exp(-tl.load(gate_ptr + row).to(tl.float32)))
+        x += delta
+        tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=inside)
+    if OUT:
+        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add(
+    x: Tensor,
+    delta: Tensor | None,
+    *,
+    gate: Tensor | None = None,
+    out: Tensor | None = None,
+    count: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """x += sigmoid(gate) * delta in place (without gate x += delta, without delta nothing); then out = x, when given.
+
+    x, delta, out [T, E] bf16 or float32, gate [T, 1].
+    """
+    width = x.shape[1]
+    block = min(1024, pow2(width))
+    _add_kernel[(triton.cdiv(width, block), x.shape[0])](
+        x, delta if delta is not None else x, gate if gate is not None else x, out if out is not None else x,
+        count if count is not None else x, width,
+        BLOCK=block, ADD=delta is not None, GATE=gate is not None, OUT=out is not None, COUNTED=count is not None,
+        **launch_options(pdl=pdl, warps=4),
     )  # fmt: skip

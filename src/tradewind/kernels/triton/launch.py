@@ -6,11 +6,15 @@ Knows: the order "let the successor start, load weights, wait, load the rest". R
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 
 @triton.jit
@@ -40,6 +44,37 @@ def launch_options(*, pdl: bool, warps: int, stages: int | None = None) -> dict[
 def pow2(value: int, least: int = 1) -> int:
     """The smallest power of two >= value, at least `least`."""
     return max(least, triton.next_power_of_2(value))
+
+
+@contextmanager
+def compiling(*, threads: int) -> Iterator[None]:
+    """Launches of the block compile their kernels, several at a time, and launch nothing; at its end all are compiled.
+
+    For start-up, before any other thread launches: Triton knows "compile only" as an argument of its private `run`, which our callers do
+    not reach, so it is set for everybody. Under the interpreter, where nothing is compiled, nothing is done.
+    """
+    if triton.knobs.runtime.interpret:
+        with _instead(lambda self, *args, **kwargs: None):
+            yield
+        return
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), _instead(compile_only):
+        yield
+
+
+@contextmanager
+def _instead(run: Any) -> Iterator[None]:
+    """JITFunction.run is something else within the block."""
+    before = JITFunction.run
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = before
 
 
 FP8 = torch.float8_e4m3fn

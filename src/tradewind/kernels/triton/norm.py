@@ -1,4 +1,4 @@
-"""Residual add, RMS norm and optional per-token FP8 quantisation in one pass over a row.
+"""Residual add, RMS or layer norm and optional per-token FP8 quantisation in one pass over a row.
 
 Knows: the row arithmetic. Refuses to know: which norm of which layer this is.
 """
@@ -65,6 +65,87 @@ def add_rms_norm(
         x, delta if delta is not None else x, weight, out, scale if scale is not None else x, count if count is not None else x, width, eps,
         BLOCK=block, ADD=delta is not None, QUANT=scale is not None, COUNTED=count is not None,
         **launch_options(pdl=pdl, warps=warps or max(1, min(16, block // 512))),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_span_kernel(
+    x_ptr, weight_ptr, count_ptr, stride, start, E, eps, BLOCK: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr
+):
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    place = x_ptr + row * stride + start + column
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps) * weight
+    tl.store(place, y.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm_span(
+    x: Tensor, weight: Tensor, *, start: int, eps: float, count: Tensor | None = None, pdl: bool = False
+) -> None:
+    """RMS norm in place of the columns start .. start + len(weight) of x [T, N] bf16 or float32; the others stay as they are."""
+    width = len(weight)
+    block = pow2(width)
+    _rms_norm_span_kernel[(x.shape[0],)](
+        x, weight, count if count is not None else x, x.stride(0), start, width, eps,
+        BLOCK=block, COUNTED=count is not None, **launch_options(pdl=pdl, warps=max(1, min(16, block // 512))),
+    )  # fmt: skip
+
+
+@triton.jit
+def _add_layer_norm_kernel(
+    x_ptr, delta_ptr, weight_ptr, bias_ptr, out_ptr, count_ptr, E, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, STORE_X: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < E
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    if COUNTED:
+        if row >= tl.load(count_ptr):
+            return
+    x = tl.load(x_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+        if STORE_X:
+            tl.store(x_ptr + row * E + column, x.to(x_ptr.dtype.element_ty), mask=inside)
+    centred = tl.where(inside, x - tl.sum(x, 0) / E, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred, 0) / E + eps) * weight + bias
+    tl.store(out_ptr + row * E + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_layer_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    out: Tensor,
+    count: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """x += delta (in place, when given); out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; out may be x or delta.
+
+    x [T, E] float32 or bf16, delta [T, E], weight and bias [E], out [T, E] bf16 or float32. Sums in float32. Source: Ba et al. 2016.
+    """
+    tokens, width = x.shape
+    block = pow2(width)
+    _add_layer_norm_kernel[(tokens,)](
+        x, delta if delta is not None else x, weight, bias, out, count if count is not None else x, width, eps,
+        BLOCK=block, ADD=delta is not None, STORE_X=out.data_ptr() != x.data_ptr(), COUNTED=count is not None,
+        **launch_options(pdl=pdl, warps=max(1, min(16, block // 512))),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tradewind.kernels.triton.decode import capped
+from tradewind.kernels.triton.decode import capped, multiplied_as, narrowed
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
 from tradewind.kernels.triton.tuning import PrefillConfig
 
@@ -83,13 +83,47 @@ def _block(
 
 
 @triton.jit
+def _line(table, start, g, G: tl.constexpr, B: tl.constexpr):
+    """First row of a tile of keys in the pages seen as [pages G B, D]; the tile lies in one page."""
+    return (tl.load(table + start // B) * G + g) * B + start % B
+
+
+@triton.jit
+def _pair(
+    q, k_ptr, v_ptr, table, start, top, total, acc, g, factor_k, cap,
+    G: tl.constexpr, B: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Two tiles that all queries see, in one step of the online softmax: sums are rescaled half as often. Tiles may lie in two pages."""
+    first = _line(table, start, g, G, B)
+    second = _line(table, start + BN, g, G, B)
+    k = tl.trans(k_ptr.load([first, 0]))
+    score = tl.dot(q, k.to(DOT))
+    k_2 = tl.trans(k_ptr.load([second, 0]))
+    score_2 = tl.dot(q, k_2.to(DOT))
+    factor = factor_k * 1.4426950408889634
+    if CAP:
+        score = capped(score * factor_k, CAP, cap)
+        score_2 = capped(score_2 * factor_k, CAP, cap)
+        factor = 1.4426950408889634
+    new = tl.maximum(top, tl.max(tl.maximum(score, score_2), 1) * factor)
+    shrink = tl.exp2(top - new)
+    p = tl.exp2(score * factor - new[:, None])
+    v = v_ptr.load([first, 0])
+    acc = tl.dot(p.to(DOT), v.to(DOT), acc * shrink[:, None])
+    p_2 = tl.exp2(score_2 * factor - new[:, None])
+    v_2 = v_ptr.load([second, 0])
+    acc = tl.dot(p_2.to(DOT), v_2.to(DOT), acc)
+    return new, total * shrink + tl.sum(p + p_2, 1), acc
+
+
+@triton.jit
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lengths_ptr, starts_ptr, rows_ptr, sinks_ptr,
     R, table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
     BQ: tl.constexpr, RATIO: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, STEPS: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SINGLES: tl.constexpr, COUNTED: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -127,7 +161,7 @@ def _prefill_kernel(
     d = tl.arange(0, DP)
     at = (first + token).to(tl.int64)[:, None] * (H * D) + head[:, None] * D + d[None, :]
     mask = live[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + at, mask=mask, other=0.0).to(DOT)
+    q = narrowed(tl.load(q_ptr + at, mask=mask, other=0.0), DOT)
     top = tl.full([BQ * RATIO], float("-inf"), tl.float32)
     total = tl.zeros([BQ * RATIO], tl.float32)
     acc = tl.zeros([BQ * RATIO, DP], tl.float32)
@@ -146,7 +180,12 @@ def _prefill_kernel(
             )  # fmt: skip
     else:
         whole = (oldest + 1) // BN * BN  # keys that every query of the tile sees, in whole tiles
-        for start in range(0, whole, BN):
+        begin = 0
+        if PAIRS:
+            begin = whole // (2 * BN) * (2 * BN)
+            for start in range(0, begin, 2 * BN):
+                top, total, acc = _pair(q, k_ptr, v_ptr, table, start, top, total, acc, g, factor_k, cap, G, B, BN, DOT, CAP)
+        for start in range(begin, whole, BN):
             top, total, acc = _block(
                 q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
                 G, D, DP, B, BN, DOT, False, WINDOW, CAP, TMA,
@@ -195,7 +234,7 @@ def paged_prefill(
     ratio = pow2(heads // kv_heads)
     assert config.block_m % ratio == 0, f"{config.block_m} rows a tile, {ratio} heads packed"
     block_q = config.block_m // ratio
-    dot = {"float32": tl.float32, "float16": tl.float16}.get(str(k_pages.dtype).removeprefix("torch."), tl.bfloat16)
+    dot = multiplied_as(k_pages)
     tma = config.tma and page_tokens % config.block_n == 0 and dim == pow2(dim, 16)
     keys, values = k_pages, v_pages
     if tma:
@@ -208,5 +247,6 @@ def paged_prefill(
         H=heads, G=kv_heads, D=dim, DP=pow2(dim, 16), B=page_tokens,
         BQ=block_q, RATIO=ratio, BN=config.block_n, DOT=dot, STEPS=max(1, count.bit_length()),
         WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, COUNTED=rows is not None, TMA=tma,
-        **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
+        PAIRS=tma and config.pairs,
+        **launch_options(pdl=pdl, warps=config.warps, stages=config.stages), **({"maxnreg": config.registers} if config.registers else {}),
     )  # fmt: skip

@@ -36,10 +36,10 @@ def _weights(pointers, mask, MASKED: tl.constexpr):
     return tl.load(pointers, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def _gemv_kernel(
-    x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, N, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, zero, N, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, NARROW: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
     LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -48,6 +48,12 @@ def _gemv_kernel(
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = n < N
     column = tl.arange(0, BLOCK_K)
+    if NARROW:
+        # The compiler may only assume an alignment of 4 elements: then weights, x and norm are held alike, 4 neighbours in a thread.
+        # Wider loads of FP8 would put 16 there, and every weight would travel through shared memory to meet its x.
+        w_ptr += 4 * zero
+        x_ptr += 4 * zero
+        norm_ptr += 4 * zero
     at = w_ptr + n[:, None] * K + column[None, :]
     inside = live[:, None] & (column < K)[None, :]
     w = _weights(at, inside, MASKED)
@@ -88,6 +94,106 @@ def _gemv_kernel(
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y *= factor
         y_u *= factor
+    if SCALED:
+        y *= scale
+        if GATED:
+            y_u *= scale_u
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            y_u += tl.load(bias_ptr + N + n, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        y = activated(y, GELU) * y_u
+    if RESIDUAL:
+        y += residual
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _half_gemv_kernel(
+    x_ptr, w_ptr, scale_ptr, norm_ptr, residual_ptr, bias_ptr, out_ptr, zero, N, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, AHEAD: tl.constexpr, RUN: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    LATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A GEMV whose FP8 weights are multiplied in float16, two at a time: conversion gives pairs, and RUN products are summed as pairs.
+
+    x is scaled to at most 16: a sum of 8 products stays below 8 * 448 * 16 < 65504. Runs are summed in float32.
+    """
+    if not LATE:
+        let_next_start(PDL)
+    CHUNKS: tl.constexpr = K // BLOCK_K
+    HELD: tl.constexpr = K <= 4096  # x stays in registers between the two passes
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = n < N
+    column = tl.arange(0, BLOCK_K)
+    w_ptr += 4 * zero  # see NARROW above
+    x_ptr += 4 * zero
+    norm_ptr += 4 * zero
+    at = w_ptr + n[:, None] * K + column[None, :]
+    inside = live[:, None] & (column < K)[None, :]
+    ws = ()
+    us = ()
+    for c in tl.static_range(AHEAD):
+        ws = ws + (_weights(at + c * BLOCK_K, inside, MASKED),)
+        if GATED:
+            us = us + (_weights(at + N * K + c * BLOCK_K, inside, MASKED),)
+    norms = ()
+    if NORM:
+        for c in tl.static_range(CHUNKS):
+            norms = norms + (tl.load(norm_ptr + c * BLOCK_K + column),)
+    if SCALED:
+        scale = tl.load(scale_ptr + n, mask=live, other=0.0)
+        if GATED:
+            scale_u = tl.load(scale_ptr + N + n, mask=live, other=0.0)
+    wait_for_previous(PDL)
+    if LATE:
+        let_next_start(PDL)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + n, mask=live, other=0.0).to(tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    peak = tl.zeros([BLOCK_K], tl.float32)
+    xs = ()
+    for c in tl.static_range(CHUNKS):
+        x = tl.load(x_ptr + c * BLOCK_K + column).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x = x * norms[c]
+        peak = tl.maximum(peak, tl.abs(x))
+        if HELD:
+            xs = xs + (x,)
+    top = tl.maximum(tl.max(peak, 0), 1e-30)
+    shrink = 16.0 / top
+    total = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    total_u = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    part = tl.zeros([ROWS, BLOCK_K], tl.float16)
+    part_u = tl.zeros([ROWS, BLOCK_K], tl.float16)
+    for c in tl.static_range(CHUNKS):
+        if c + AHEAD < CHUNKS:
+            ws = ws + (_weights(at + (c + AHEAD) * BLOCK_K, inside, MASKED),)
+            if GATED:
+                us = us + (_weights(at + N * K + (c + AHEAD) * BLOCK_K, inside, MASKED),)
+        if HELD:
+            y = (xs[c] * shrink).to(tl.float16)
+        else:
+            x = tl.load(x_ptr + c * BLOCK_K + column).to(tl.float32)
+            if NORM:
+                x = x * norms[c]
+            y = (x * shrink).to(tl.float16)
+        part += ws[c].to(tl.float16) * y[None, :]
+        if GATED:
+            part_u += us[c].to(tl.float16) * y[None, :]
+        if c % RUN == RUN - 1 or c == CHUNKS - 1:
+            total += part.to(tl.float32)
+            part = tl.zeros([ROWS, BLOCK_K], tl.float16)
+            if GATED:
+                total_u += part_u.to(tl.float32)
+                part_u = tl.zeros([ROWS, BLOCK_K], tl.float16)
+    factor = top / 16.0
+    if NORM:
+        factor *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(total, 1) * factor
+    y_u = tl.sum(total_u, 1) * factor
     if SCALED:
         y *= scale
         if GATED:
@@ -210,9 +316,17 @@ def skinny_linear(
     if isinstance(config, GemvConfig):
         assert rows == 1, f"a GEMV has one row, not {rows}"
         block = min(config.block_k, triton.next_power_of_2(depth))
+        if config.half and weight.dtype == FP8 and depth % block == 0:
+            chunks = depth // block
+            _half_gemv_kernel[(triton.cdiv(features, config.rows),)](
+                x, weight, scale if scale is not None else x, norm if norm is not None else x, *extra, out, 0, features, eps,
+                K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=features % config.rows != 0, AHEAD=min(config.ahead, chunks), RUN=8,
+                NORM=norm is not None, **flags, **launch_options(pdl=pdl, warps=config.warps),
+            )  # fmt: skip
+            return
         _gemv_kernel[(triton.cdiv(features, config.rows),)](
-            x, weight, scale if scale is not None else x, norm if norm is not None else x, *extra, out, features, eps,
-            K=depth, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0, NORM=norm is not None,
+            x, weight, scale if scale is not None else x, norm if norm is not None else x, *extra, out, 0, features, eps,
+            K=depth, NARROW=config.narrow, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0, NORM=norm is not None,
             **flags, **launch_options(pdl=pdl, warps=config.warps),
         )  # fmt: skip
         return
@@ -237,3 +351,108 @@ def skinny_linear(
 def workspace_floats(features: int, *, config: TileConfig, gated: bool) -> int:
     """How many floats of workspace `skinny_linear` needs for a split tile config."""
     return triton.cdiv(features, config.bn // 2 if gated else config.bn) * config.split * config.bn * config.bm
+
+
+FIXED = TileConfig(bm=64, bn=64, bk=128, split=1, warps=4, stages=3)
+"""The tile of `fixed_linear`, for every shape and every number of rows: nothing is chosen."""
+
+
+@triton.jit
+def _fixed_kernel(
+    x_ptr, w_ptr, x_scale_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, count_ptr, M, N,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+    X_SCALED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    COUNTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    OUT: tl.constexpr = BN // 2 if GATED else BN  # outputs of a tile
+    # Programs in flight share weights: GROUP row tiles of one weight tile are neighbours.
+    tiles = tl.cdiv(N, OUT)
+    group = tl.program_id(0) // (GROUP * tiles)
+    height = tl.minimum(tl.cdiv(M, BM) - group * GROUP, GROUP)
+    inner = tl.program_id(0) % (GROUP * tiles)
+    block = group * GROUP + inner % height
+    tile = inner // height
+    j = tl.arange(0, BN)
+    m = block * BM + tl.arange(0, BM)
+    column = tl.arange(0, BK)
+    line = tl.minimum(tile * OUT + j % OUT, N - 1)
+    if GATED:
+        line += j // OUT * N
+    row = w_ptr + line[:, None] * K
+    wait_for_previous(PDL)
+    rows = M
+    if COUNTED:
+        rows = tl.minimum(tl.load(count_ptr), M)
+        if block * BM >= rows:
+            return
+    live_m = m < rows
+    x_row = x_ptr + m.to(tl.int64)[:, None] * K
+    acc = tl.zeros([BN, BM], tl.float32)
+    for start in range(0, K, BK):
+        at = start + column
+        if K % BK == 0:
+            w = tl.load(row + at[None, :])
+            x = tl.load(x_row + at[None, :], mask=live_m[:, None], other=0.0)
+        else:
+            w = tl.load(row + at[None, :], mask=(at < K)[None, :], other=0.0)
+            x = tl.load(x_row + at[None, :], mask=live_m[:, None] & (at < K)[None, :], other=0.0)
+        if tl.float16 == DOT and x.dtype != tl.float16:
+            x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
+        acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
+
+    if X_SCALED:
+        acc *= tl.load(x_scale_ptr + m, mask=live_m, other=0.0)[None, :]
+    if SCALED:
+        acc *= tl.load(scale_ptr + line)[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + line).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUT, BM)), (1, 2, 0)))
+        acc = activated(gate, GELU) * up
+    n = tile * OUT + tl.arange(0, OUT)
+    place = m.to(tl.int64)[None, :] * N + n[:, None]
+    live = live_m[None, :] & (n < N)[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def fixed_linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    out: Tensor,
+    scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    activation: str = "silu",
+    residual: Tensor | None = None,
+    count: Tensor | None = None,
+    tile: TileConfig = FIXED,
+    pdl: bool = False,
+) -> None:
+    """out[M, N] = epilogue(x @ weight.T) for any number of rows; the bits of a row do not depend on how many others there are.
+
+    x [M, K] bf16 or float32, or e4m3 with `x_scale` float32 [M]; weight [N, K] bf16, or e4m3 with `scale` float32 [N]; [2N, K] when gated:
+    gate's rows, then up's. bias [N] ([2N] when gated), residual [M, N] is added last and may be `out`; out bf16 or float32. K and N are free.
+    count: int32 [1] on the device, rows beyond it are left alone. Every output is one sum over K in ascending steps of one tile, by one
+    program and one matrix instruction: no split, no constant that depends on M. `tile` (for measurements; its split is ignored) must be
+    the same in all calls that shall agree. Number formats as in `skinny_linear`.
+    """
+    rows, depth = x.shape
+    features = weight.shape[0] // 2 if gated else weight.shape[0]
+    assert weight.shape[1] == depth and weight.numel() < 2**31, f"weight {tuple(weight.shape)} for x {tuple(x.shape)}"
+    assert out.shape == (rows, features), f"out {tuple(out.shape)}, expected {(rows, features)}"
+    assert (x_scale is None) == (x.dtype != FP8), "an FP8 input has a scale, others have none"
+    assert x.dtype != FP8 or weight.dtype == FP8, "an FP8 input wants FP8 weights"
+    dot = tl.bfloat16 if weight.dtype != FP8 else (tl.float8e4nv if x.dtype == FP8 else tl.float16)
+    outputs = tile.bn // 2 if gated else tile.bn
+    _fixed_kernel[(triton.cdiv(features, outputs) * triton.cdiv(rows, tile.bm),)](
+        x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x,
+        residual if residual is not None else x, bias if bias is not None else x, out, count if count is not None else x, rows, features,
+        K=depth, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=8, DOT=dot, X_SCALED=x_scale is not None,
+        GATED=gated, GELU=activation == "gelu_tanh", SCALED=scale is not None, RESIDUAL=residual is not None, BIAS=bias is not None,
+        COUNTED=count is not None, **launch_options(pdl=pdl, warps=tile.warps, stages=tile.stages),
+    )  # fmt: skip

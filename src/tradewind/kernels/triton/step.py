@@ -7,6 +7,9 @@ rows; everything else is read from the slots' own tables, so that a steady decod
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -132,3 +135,212 @@ def store_sampled(
         R=pow2(sampled.shape[0]),
         **launch_options(pdl=pdl, warps=4),
     )
+
+
+# ---------------------------------------------------------------------------------------------- header in, tokens out
+#
+# Both cross the bus by themselves: the first kernel of a step reads its header from pinned host memory, the last one writes the tokens
+# there. A graph has fixed addresses and two steps may be in flight, so header and tokens lie in rings of RING entries; a counter on the
+# device says whose turn it is, and the last kernel of a step moves it on.
+
+RING = 4
+"""Steps whose headers may lie in host memory at once; one more than can be in flight, rounded up."""
+HEADER_FIELDS = 5
+"""Rows of a header [5, R]: counts (rows at 0, samples at SAMPLES_AT), slot, start, count, then for each sample the row that wants it."""
+SAMPLES_AT = 4
+"""Sixteen bytes behind the first, so that kernels find both counts aligned alike."""
+VALUE_WORDS = 16
+"""Words of a slot's sampling values, see VALUE_FIELDS; floats as their bits."""
+VALUE_FIELDS = (
+    "temperature", "top_p", "min_p", "repetition", "presence", "frequency", "top_k", "prompt", "penalised", "seed_low", "seed_high",
+)  # fmt: skip
+
+
+@triton.jit
+def _fetch_header_kernel(
+    ring_ptr, turn_ptr, header_ptr, R, n, RING: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_previous(PDL)
+    let_next_start(PDL)  # after the wait: the kernel behind may read, before its own wait, what all those before us wrote
+    turn = tl.load(turn_ptr)
+    field = tl.arange(0, 8)[:, None]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (field < FIELDS) & (i < n)
+    words = tl.load(ring_ptr + (turn * FIELDS + field) * R + i, mask=inside, other=0, cache_modifier=".cv")
+    tl.store(header_ptr + field * R + i, words, mask=inside)
+
+
+def fetch_header(ring: Tensor, turn: Tensor, header: Tensor, *, rows: int, pdl: bool = False) -> None:
+    """header [FIELDS, R] = ring[turn], its first `rows` columns (at least those of the counts). int32; ring is pinned host memory."""
+    limit = header.shape[1]
+    needed = min(limit, max(rows, SAMPLES_AT + 1))
+    block = min(256, pow2(needed, 16))
+    _fetch_header_kernel[(triton.cdiv(needed, block),)](
+        ring, turn, header, limit, needed, RING=RING, FIELDS=HEADER_FIELDS, BLOCK=block, **launch_options(pdl=pdl, warps=4)
+    )
+
+
+@triton.jit
+def _word(values, i: tl.constexpr, live):
+    return tl.load(values + i, mask=live, other=0)
+
+
+@triton.jit
+def _real(values, i: tl.constexpr, live):
+    return tl.load(values + i, mask=live, other=0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lay_out_samples_kernel(
+    header_ptr, query_start_ptr, values_ptr, index_ptr, slot_ptr, position_ptr,
+    temperature_ptr, top_p_ptr, min_p_ptr, repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, prompt_ptr, length_ptr, seed_ptr,
+    R, L, SAMPLES_AT: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i = tl.arange(0, BLOCK)
+    inside = i < L
+    live = i < tl.load(header_ptr + SAMPLES_AT)
+    row = tl.load(header_ptr + 4 * R + i, mask=live, other=0)
+    slot = tl.load(header_ptr + R + row, mask=live, other=0)
+    position = tl.load(header_ptr + 2 * R + row, mask=live, other=0) + tl.load(header_ptr + 3 * R + row, mask=live, other=0)
+    last = tl.load(query_start_ptr + row + 1, mask=live, other=1) - 1
+    tl.store(index_ptr + i, last, mask=inside)  # samples beyond the live ones read token 0, and nobody reads theirs
+    tl.store(slot_ptr + i, slot, mask=inside)
+    tl.store(position_ptr + i, position.to(tl.int64), mask=inside)
+    if COLUMNS:
+        values = values_ptr + slot.to(tl.int64) * WORDS
+        tl.store(temperature_ptr + i, _real(values, 0, live), mask=inside)
+        tl.store(top_p_ptr + i, _real(values, 1, live), mask=inside)
+        tl.store(min_p_ptr + i, _real(values, 2, live), mask=inside)
+        tl.store(repetition_ptr + i, _real(values, 3, live), mask=inside)
+        tl.store(presence_ptr + i, _real(values, 4, live), mask=inside)
+        tl.store(frequency_ptr + i, _real(values, 5, live), mask=inside)
+        tl.store(top_k_ptr + i, _word(values, 6, live), mask=inside)
+        tl.store(prompt_ptr + i, _word(values, 7, live), mask=inside)
+        tl.store(length_ptr + i, tl.where(_word(values, 8, live) != 0, position, 0), mask=inside)
+        low = _word(values, 9, live).to(tl.int64) & 0xFFFFFFFF
+        tl.store(seed_ptr + i, low | (_word(values, 10, live).to(tl.int64) << 32), mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRows:
+    """What sampling reads of each row that wants a token, [L]: where its hidden state and its token go, and its sampling values."""
+
+    index: Tensor
+    """int32: row of the hidden states."""
+    slot: Tensor
+    position: Tensor
+    """int64: of the token that is drawn."""
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    top_k: Tensor
+    prompt: Tensor
+    length: Tensor
+    """Known tokens, where penalties are asked; else 0."""
+    seed: Tensor
+
+    @staticmethod
+    def allocate(rows: int, *, device: torch.device | str) -> SampleRows:
+        """Fresh columns."""
+        real = {"temperature", "top_p", "min_p", "repetition", "presence", "frequency"}
+        return SampleRows(
+            **{
+                name: torch.zeros(
+                    rows,
+                    dtype=torch.float32 if name in real else torch.int64 if name in ("seed", "position") else torch.int32,
+                    device=device,
+                )
+                for name in SampleRows.__dataclass_fields__
+            }
+        )
+
+    def first(self, rows: int) -> SampleRows:
+        """Views of the first `rows`."""
+        return SampleRows(**{name: getattr(self, name)[:rows] for name in self.__dataclass_fields__})
+
+
+def lay_out_samples(
+    header: Tensor, query_start: Tensor, values: Tensor, *, out: SampleRows, columns: bool, pdl: bool = False
+) -> None:
+    """Fills `out` [L] for the samples of the header; columns=False: only index, slot and position (every row is greedy).
+
+    values int32 [slots, VALUE_WORDS]. query_start as `lay_out` wrote it.
+    """
+    o = out
+    _lay_out_samples_kernel[(1,)](
+        header, query_start, values, o.index, o.slot, o.position,
+        o.temperature, o.top_p, o.min_p, o.repetition, o.presence, o.frequency, o.top_k, o.prompt, o.length, o.seed,
+        header.shape[1], len(o.index), SAMPLES_AT=SAMPLES_AT, WORDS=VALUE_WORDS, BLOCK=pow2(len(o.index), 16), COLUMNS=columns,
+        **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
+
+
+@triton.jit
+def _publish_kernel(
+    sampled_ptr, slot_ptr, position_ptr, header_ptr, tokens_ptr, ring_ptr, turn_ptr, tokens_stride, R,
+    RING: tl.constexpr, SAMPLES_AT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_previous(PDL)
+    let_next_start(PDL)
+    i = tl.arange(0, BLOCK)
+    live = i < tl.load(header_ptr + SAMPLES_AT)
+    turn = tl.load(turn_ptr)
+    token = tl.load(sampled_ptr + i, mask=live, other=-1)
+    tl.store(ring_ptr + turn * R + i, token, mask=live)
+    slot = tl.load(slot_ptr + i, mask=live, other=0).to(tl.int64)
+    position = tl.load(position_ptr + i, mask=live, other=0)
+    tl.store(tokens_ptr + slot * tokens_stride + position, token, mask=live & (token >= 0))
+    tl.debug_barrier()
+    tl.store(turn_ptr, (turn + 1) % RING)
+
+
+def publish(
+    sampled: Tensor, rows: SampleRows, header: Tensor, *, tokens: Tensor, ring: Tensor, turn: Tensor, pdl: bool = False
+) -> None:
+    """The end of a step: sampled tokens go to their slots (tokens int32 [S, C]; -1 goes nowhere) and to ring[turn] (pinned host
+    memory int32 [RING, R]), and turn moves on.
+    """
+    _publish_kernel[(1,)](
+        sampled, rows.slot, rows.position, header, tokens, ring, turn, tokens.stride(0), ring.shape[1],
+        RING=RING, SAMPLES_AT=SAMPLES_AT, BLOCK=pow2(len(sampled), 16), **launch_options(pdl=pdl, warps=4),
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------- changes of slots
+
+
+@triton.jit
+def _write_rows_kernel(table_ptr, where_ptr, data_ptr, n, stride, BLOCK: tl.constexpr):
+    entry = tl.program_id(0)
+    row = tl.load(where_ptr + entry).to(tl.int64)
+    first = tl.load(where_ptr + n + entry)
+    count = tl.load(where_ptr + 2 * n + entry)
+    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(table_ptr + row * stride + i, tl.load(data_ptr + first + i, mask=i < count, other=0), mask=i < count)
+
+
+def write_rows(table: Tensor, where: Tensor, data: Tensor) -> None:
+    """table[row, :count] = data[first : first + count] for each column (row, first, count) of `where` int32 [3, n]. All int32."""
+    entries = where.shape[1]
+    _write_rows_kernel[(entries, 8)](table, where, data, entries, table.stride(0), BLOCK=256, num_warps=4)
+
+
+@triton.jit
+def _write_entries_kernel(table_ptr, where_ptr, n, stride, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < n
+    row = tl.load(where_ptr + i, mask=live, other=0).to(tl.int64)
+    column = tl.load(where_ptr + n + i, mask=live, other=0)
+    tl.store(table_ptr + row * stride + column, tl.load(where_ptr + 2 * n + i, mask=live, other=0), mask=live)
+
+
+def write_entries(table: Tensor, where: Tensor) -> None:
+    """table[row, column] = value for each column (row, column, value) of `where` int32 [3, n]; no place twice."""
+    entries = where.shape[1]
+    _write_entries_kernel[(triton.cdiv(entries, 256),)](table, where, entries, table.stride(0), BLOCK=256, num_warps=4)

@@ -17,6 +17,12 @@ class GemvConfig:
     rows: int
     block_k: int
     warps: int
+    narrow: bool = False
+    """Four weights a load instead of 16 bytes: for FP8, where wider loads cost a way through shared memory."""
+    half: bool = False
+    """FP8 weights are multiplied in float16 pairs (with narrow loads); where `block_k` does not divide K, it is as if unset."""
+    ahead: int = 2
+    """With `half`: how many blocks of weights are under way before the input is there."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class PrefillConfig:
     warps: int
     stages: int
     tma: bool = False
+    pairs: bool = False
+    """With `tma`: two tiles a step of the online softmax."""
+    registers: int = 0
+    """Bound of registers a thread (0: the compiler's choice), so that two programs fit a multiprocessor."""
 
 
 @dataclass(frozen=True, kw_only=True)

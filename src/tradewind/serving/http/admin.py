@@ -23,6 +23,8 @@ from tradewind.serving.http.speaking import speech_of
 from tradewind.serving.http.sse import EventStream
 from tradewind.serving.http.types import AbortRequest, DetokenizeRequest, TokenizeRequest
 
+MAX_SLOWEST = 100
+
 
 class TokenizeEndpoint(Endpoint[TokenizeRequest]):
     """Token ids exactly as completions (prompt) or chat (messages) would make them."""
@@ -226,6 +228,43 @@ def _may_sleep(front: Front) -> None:
 
 async def _sleeping(desk: Desk, scope: Scope, send: Send) -> None:
     await respond(scope, send, 200, msgspec.json.encode(Sleeping(is_sleeping=desk.asleep)))
+
+
+class ReceiptPage(Page):
+    """GET /v1/receipts/ID: where the time of one finished request went. Only who sent a request may read its receipt."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        front = self.front
+        name = scope["path_params"]["id"]
+        found = None if front.receipts is None else front.receipts(name, caller_of(scope).tenant)
+        if found is None:
+            why = "this server keeps no receipts" if front.receipts is None else (
+                f"there is no receipt of {name[:100]!r}: it is the id of an answer or an X-Request-Id, the request must have ended,"
+                " and only the latest are kept"
+            )  # fmt: skip
+            raise ApiError(404, why, param="id", code="not_found")
+        await respond(scope, send, 200, found, headers={"Cache-Control": "no-store"})
+
+
+class ReceiptsPage(Page):
+    """GET /v1/receipts?slowest=10: the slowest requests of the caller that are remembered, slowest first."""
+
+    async def show(self, scope: Scope, send: Send) -> None:
+        front = self.front
+        given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        count = given.pop("slowest", ["10"])[-1]
+        if given:
+            name = next(iter(given))
+            raise ApiError(
+                400, f"{name[:100]!r} is not known here; /v1/receipts takes slowest", param=name[:100], code="unknown_parameter"
+            )  # fmt: skip
+        if not (count.isascii() and count.isdigit() and 1 <= int(count[:4]) <= MAX_SLOWEST and len(count) <= 4):
+            said = f"slowest is {count[:100]!r}; it must be a whole number from 1 to {MAX_SLOWEST}"
+            raise ApiError(400, said, param="slowest", code="invalid_value")
+        if front.slowest is None:
+            raise ApiError(404, "this server keeps no receipts", code="not_found")
+        body = front.slowest(int(count), caller_of(scope).tenant)
+        await respond(scope, send, 200, body, headers={"Cache-Control": "no-store"})
 
 
 class MetricsPage(Page):

@@ -25,6 +25,8 @@ from tradewind.serving.http.admin import (
     MetricsPage,
     ModelPage,
     ModelsPage,
+    ReceiptPage,
+    ReceiptsPage,
     SchemaPage,
     SleepPage,
     TokenizeEndpoint,
@@ -57,6 +59,8 @@ def make_app(front: Front) -> Starlette:
     gets: dict[str, Callable[[Front, Desk], ASGIApp]] = {
         "/v1/models": ModelsPage,
         "/v1/models/{model:path}": ModelPage,
+        "/v1/receipts": ReceiptsPage,
+        "/v1/receipts/{id}": ReceiptPage,
         "/health": HealthPage,
         "/is_sleeping": IsSleepingPage,
         "/metrics": MetricsPage,

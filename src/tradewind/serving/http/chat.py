@@ -116,9 +116,8 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 token_ids=bool(body.return_token_ids),
             )
             async with Flight(
-                front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
-                endpoint="/v1/chat/completions", tenant=caller.tenant, stream=bool(body.stream),
-                traceparent=caller.traceparent,
+                front, self.desk, voices, receive=receive, caller=caller, out=stream, id=answer_id,
+                endpoint="/v1/chat/completions", stream=bool(body.stream),
             ) as flight:  # fmt: skip
                 if body.stream:
                     await self.stream_out(flight, chunks, stream, timing=bool(body.timing))

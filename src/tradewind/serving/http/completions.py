@@ -105,9 +105,8 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
                 usage_always=bool(options and options.continuous_usage_stats),
             )
             async with Flight(
-                front, self.desk, voices, receive=receive, id=answer_id, request_id=caller.request_id,
-                endpoint="/v1/completions", tenant=caller.tenant, stream=bool(body.stream),
-                traceparent=caller.traceparent,
+                front, self.desk, voices, receive=receive, caller=caller, out=stream, id=answer_id, endpoint="/v1/completions",
+                stream=bool(body.stream),
             ) as flight:  # fmt: skip
                 if body.stream:
                     await self.stream_out(flight, chunks, stream, timing=bool(body.timing))

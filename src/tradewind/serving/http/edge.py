@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import time
 from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,13 +28,15 @@ Headers = list[tuple[bytes, bytes]]
 class Caller:
     """Who sent a request; carried in the ASGI scope as "tradewind"."""
 
-    __slots__ = ("headers", "request_id", "tenant", "traceparent")
+    __slots__ = ("headers", "parsed_s", "read_s", "received_s", "request_id", "tenant", "traceparent")
 
     def __init__(self, request_id: str, tenant: str, headers: Headers, *, traceparent: str = "") -> None:
         self.request_id, self.tenant, self.headers = request_id, tenant, headers
         """`headers` belong on every answer to this request."""
         self.traceparent = traceparent
         """W3C Trace Context of the caller's span; empty: none."""
+        self.received_s = self.read_s = self.parsed_s = time.monotonic()
+        """When the request was there, its whole body, and what the body says."""
 
 
 def caller_of(scope: Scope) -> Caller:

@@ -79,8 +79,8 @@ class EmbeddingsEndpoint(Endpoint[EmbeddingsRequest]):
             characters = sum(len(text) * (1 if isinstance(text, str) else 4) for text in texts)
             listeners = await self.desk.off_loop(prepare, characters=characters)
             async with Flight(
-                front, self.desk, listeners, receive=receive, id=answer_id, request_id=caller.request_id,
-                endpoint="/v1/embeddings", tenant=caller.tenant, stream=False, traceparent=caller.traceparent,
+                front, self.desk, listeners, receive=receive, caller=caller, out=stream, id=answer_id, endpoint="/v1/embeddings",
+                stream=False,
             ) as flight:  # fmt: skip
                 async with aclosing(flight.parts()) as turns:
                     async for parts in turns:

@@ -6,6 +6,7 @@ Knows: the order of these and what happens to errors. Refuses to know: any endpo
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Generic, Protocol, TypeVar
@@ -50,10 +51,13 @@ class Endpoint(Generic[B]):
         options = self.front.options
         stream = EventStream(scope, send)
         try:
+            caller = caller_of(scope)
             data = await read_body(scope, receive, limit=options.max_body_bytes)
+            caller.read_s = time.monotonic()
             body, ignored = decode(data, self.kind, decoder=self._decoder, ignore_unknown=options.ignore_unknown_fields)
+            caller.parsed_s = time.monotonic()
             if ignored:
-                caller_of(scope).headers.append((b"warning", _warning(ignored)))
+                caller.headers.append((b"warning", _warning(ignored)))
             await self.answer(body, scope, receive, send, stream)
         except ClientGone:
             return

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Sequence
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
 from starlette.types import Receive
 
+from tradewind.contract.events import FrontTimes
+from tradewind.contract.request import Request
 from tradewind.serving.http.desk import Desk, OpenRequest
+from tradewind.serving.http.edge import Caller
 from tradewind.serving.http.errors import ApiError, api_error
 from tradewind.serving.http.front import EngineHandle, Front, Receipt
 from tradewind.serving.http.pipeline import Counts, Said, Voice
+from tradewind.serving.http.sse import EventStream
 
 LOG = logging.getLogger("tradewind.http")
 
@@ -34,18 +38,21 @@ class Flight:
         voices: Sequence[Voice],
         *,
         receive: Receive,
+        caller: Caller,
+        out: EventStream,
         id: str,
-        request_id: str,
         endpoint: str,
-        tenant: str,
         stream: bool,
-        traceparent: str = "",
     ) -> None:
+        """`out` is where a stream is written; it is told when what it writes was taken from the engine."""
         self._front, self._desk, self._receive = front, desk, receive
         self.voices = list(voices)
         self.counts = Counts(self.voices)
-        self.open = OpenRequest(id=id, request_id=request_id, tenant=tenant)
-        self._endpoint, self._stream, self._traceparent = endpoint, stream, traceparent
+        self.open = OpenRequest(id=id, request_id=caller.request_id, tenant=caller.tenant)
+        self._endpoint, self._stream, self._caller, self._out = endpoint, stream, caller, out
+        self._submitted_s = self._first_taken_s = self._first_spoken_s = self._last_spoken_s = 0.0
+        self._asked: list[tuple[Request, EngineHandle]] = []
+        """Kept to the end where a journal wants what was asked and answered."""
         self._handles: list[tuple[EngineHandle, Voice]] = []
         self._watcher: asyncio.Task[None] | None = None
         self.arrived_s = self.voices[0].request.arrived_s
@@ -59,6 +66,9 @@ class Flight:
         except Exception as error:
             self._end()
             raise api_error(error) from error
+        self._submitted_s = monotonic()
+        if front.on_record is not None:
+            self._asked = [(voice.request, handle) for handle, voice in self._handles]
         self.open.handles = [handle for handle, _ in self._handles]
         desk.open(self.open)
         self._watcher = asyncio.create_task(self._watch())
@@ -68,12 +78,16 @@ class Flight:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
-        now = time.monotonic()
+        now = monotonic()
         if kind is None and not self.open.left:
             self._desk.took(now - self.arrived_s)
-        if self._front.on_receipt is not None:
+        front = self._front
+        if front.on_receipt is not None:
             try:
-                self._front.on_receipt(self._receipt(now))
+                receipt = self._receipt(now)
+                front.on_receipt(receipt)
+                if front.on_record is not None:
+                    front.on_record(receipt, [(request, handle.tokens) for request, handle in self._asked])
             except Exception:  # whoever listens must not harm the answer
                 LOG.exception("a listener failed on the receipt of %s", self.open.id)
 
@@ -96,8 +110,33 @@ class Flight:
             finished_s=now,
             finish="disconnect" if self.open.left else ",".join(voice.finish or "abort" for voice in voices),
             error=next((voice.error for voice in voices if voice.error), None),
-            traceparent=self._traceparent,
+            traceparent=self._caller.traceparent,
+            sequences=tuple(voice.request.id for voice in voices),
+            times=self._times(now),
         )
+
+    def _times(self, now: float) -> FrontTimes:
+        caller, out = self._caller, self._out
+        first, turns = out.first_turn, tuple(out.turns)
+        if not self._stream:  # nothing is sent before all is there
+            first = (self._first_taken_s, self._first_spoken_s, self._first_spoken_s) if self._first_taken_s else None
+            turns = ((out.taken_s, self._last_spoken_s, now),) if self._last_spoken_s else ()
+        return FrontTimes(
+            received_s=caller.received_s,
+            read_s=caller.read_s,
+            parsed_s=caller.parsed_s,
+            submitted_s=self._submitted_s,
+            first_taken_s=first[0] if first is not None else None,
+            first_spoken_s=first[1] if first is not None else None,
+            first_written_s=first[2] if first is not None else None,
+            turns=turns,
+        )
+
+    def _took(self, taken_s: float) -> None:
+        """Something was taken from the engine and made into text."""
+        self._out.taken_s, self._last_spoken_s = taken_s, monotonic()
+        if not self._first_taken_s:
+            self._first_taken_s, self._first_spoken_s = taken_s, self._last_spoken_s
 
     def _end(self) -> None:
         """Whatever still runs is cancelled; safe to call twice."""
@@ -129,7 +168,11 @@ class Flight:
         return self._several()
 
     async def _single(self, handle: EngineHandle, voice: Voice) -> AsyncGenerator[Parts, None]:
+        out = self._out
         async for event in handle:
+            taken_s = 0.0
+            if event.finish is not None or not out.taken_s or not self._stream:  # what lies between is not looked at
+                taken_s = out.taken_s = monotonic()
             parts: Parts = []
             said = voice.take(event)
             if said is not None:
@@ -139,6 +182,8 @@ class Flight:
                     said = voice.take(later)
                     if said is not None:
                         parts.append((voice, said))
+            if not self._stream:
+                self._took(taken_s)
             if parts:
                 yield parts
             if voice.finish is not None or self.open.left:
@@ -152,7 +197,9 @@ class Flight:
         async def read(handle: EngineHandle, voice: Voice) -> None:
             try:
                 async for event in handle:
+                    taken_s = monotonic()
                     said = voice.take(event)
+                    self._took(taken_s)
                     if said is not None:
                         waiting.append((voice, said))
                         ready.set()

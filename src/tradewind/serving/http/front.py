@@ -5,7 +5,7 @@ Knows: names and types of these. Refuses to know: where the engine lives (this p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import msgspec
 from starlette.routing import BaseRoute
 
 from tradewind.contract.errors import UserError
-from tradewind.contract.events import FinishReason, TokensOut
+from tradewind.contract.events import FinishReason, FrontTimes, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.stats import EngineStats
 from tradewind.serving.chat_template import ChatTemplate
@@ -27,6 +27,9 @@ __all__ = ["EngineClient", "EngineHandle", "EngineStats", "Front", "Options", "R
 
 class EngineHandle(Protocol):
     """One sequence's events, for one reader in the event loop."""
+
+    tokens: list[int]
+    """Every token so far."""
 
     def __aiter__(self) -> AsyncIterator[TokensOut]:
         """Events as they come; the one with `finish` is the last."""
@@ -89,6 +92,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     traceparent: str = ""
     """The caller's, as it came."""
+    sequences: tuple[str, ...] = ()
+    """Ids of its sequences in the engine."""
+    times: FrontTimes | None = None
+    """What the front itself did, and when."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +149,12 @@ class Front:
     open_paths: frozenset[str] = frozenset()
     metrics: Callable[[], str | bytes] | None = None
     on_receipt: Callable[[Receipt], None] | None = None
+    on_record: Callable[[Receipt, Sequence[tuple[Request, Sequence[int]]]], None] | None = None
+    """Told with each receipt what was asked and answered, sequence by sequence; only for a journal. Must return at once."""
+    receipts: Callable[[str, str], bytes | None] | None = None
+    """(answer id or X-Request-Id, tenant) -> the itemised receipt as JSON, None where this tenant has none. None: none are kept."""
+    slowest: Callable[[int, str], bytes] | None = None
+    """(how many, tenant) -> the slowest of them as JSON."""
     created_s: int = 0
     """Unix time that /v1/models tells."""
 

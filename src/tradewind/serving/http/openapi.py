@@ -60,6 +60,11 @@ ENDPOINTS: tuple[Described, ...] = (
     Described(path="/v1/models", method="get", summary="The models that are served", gives=answers.ModelList),
     Described(path="/v1/models/{model}", method="get", summary="One model", gives=answers.ModelRecord, also=(404,)),
     Described(
+        path="/v1/receipts", method="get", summary="The slowest requests, and where their time went", also=(400, 404),
+        query=(("slowest", {"type": "integer", "minimum": 1, "maximum": 100, "default": 10}),),
+    ),
+    Described(path="/v1/receipts/{id}", method="get", summary="Where the time of one request went", also=(404,)),
+    Described(
         path="/tokenize", method="post", summary="Token ids of a prompt or a conversation", takes=types.TokenizeRequest,
         gives=answers.Tokenized,
     ),
@@ -130,9 +135,10 @@ def _operation(one: Described, by_kind: dict[type, Any], *, keys: bool) -> dict[
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": by_kind[one.takes]}}}
     if one.query:
         operation["parameters"] = [{"name": name, "in": "query", "schema": shape} for name, shape in one.query]
-    if "{model}" in one.path:
+    if "{" in one.path:
+        name = one.path.partition("{")[2].rstrip("}")
         operation["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if keys and not one.open:
         operation["security"] = [{"key": []}]

@@ -136,9 +136,8 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             composer = Composer(front, body, voice, id=answer_id, model=model)
             stream.spell_error = composer.failed
             async with Flight(
-                front, self.desk, [voice], receive=receive, id=answer_id, request_id=caller.request_id,
-                endpoint="/v1/responses", tenant=caller.tenant, stream=bool(body.stream),
-                traceparent=caller.traceparent,
+                front, self.desk, [voice], receive=receive, caller=caller, out=stream, id=answer_id, endpoint="/v1/responses",
+                stream=bool(body.stream),
             ) as flight:  # fmt: skip
                 if body.stream:
                     stream.keep_alive(front.options.keep_alive_s)

@@ -6,7 +6,9 @@ Knows: the framing and the headers. Refuses to know: what the events say.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
+from time import monotonic
 
 import msgspec
 from starlette.types import Scope, Send
@@ -16,6 +18,10 @@ from tradewind.serving.http.errors import ApiError
 
 COMMENT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
+TURNS = 16
+"""So many of a stream's last slow writes are remembered, for its receipt."""
+SLOW_WRITE_S = 0.0005
+"""A write that takes longer has waited for its reader."""
 json_bytes = msgspec.json.Encoder().encode
 
 
@@ -31,6 +37,12 @@ class EventStream:
         self._beat_s = self._sent_s = 0.0
         self.spell_error: Callable[[ApiError], bytes] = error_event
         """The last bytes of a stream that could not be finished."""
+        self.taken_s = 0.0
+        """When the first or the last part of the answer was taken from the engine; set by whoever takes it."""
+        self.first_turn: tuple[float, float, float] | None = None
+        """(taken, spoken, written) of the first write, the comments of `keep_alive` left out."""
+        self.turns: deque[tuple[float, float, float]] = deque(maxlen=TURNS)
+        """The same of slow writes, and of the last one."""
 
     def keep_alive(self, seconds: float) -> None:
         """Sends a comment whenever so long nothing was sent, so that proxies keep a stream that waits in the queue. Until `end`."""
@@ -41,7 +53,7 @@ class EventStream:
         loop = asyncio.get_running_loop()
         quiet_s = loop.time() - self._sent_s
         if quiet_s >= self._beat_s * 0.99:
-            self._beating = loop.create_task(self.write(COMMENT))
+            self._beating = loop.create_task(self._put(COMMENT))
             quiet_s = 0.0
         self._beat = loop.call_later(self._beat_s - quiet_s, self._on_beat)
 
@@ -56,6 +68,20 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """Sends some whole events."""
+        spoken_s = monotonic()
+        if self._beat is not None:
+            self._sent_s = asyncio.get_running_loop().time()
+        if not self.started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        written_s = monotonic()
+        if written_s - spoken_s > SLOW_WRITE_S:
+            self.turns.append((self.taken_s, spoken_s, written_s))
+        if self.first_turn is None:
+            self.first_turn = (self.taken_s, spoken_s, written_s)
+
+    async def _put(self, data: bytes) -> None:
+        """The same for what is no part of the answer."""
         if self._beat is not None:
             self._sent_s = asyncio.get_running_loop().time()
         if not self.started:
@@ -65,9 +91,11 @@ class EventStream:
     async def end(self, data: bytes = DONE) -> None:
         """Sends the last events and ends the body."""
         self.close()
+        spoken_s = monotonic()
         if not self.started:
             await self._start()
         await self._send({"type": "http.response.body", "body": data})
+        self.turns.append((self.taken_s, spoken_s, monotonic()))
 
     async def _start(self) -> None:
         self.started = True

@@ -208,30 +208,6 @@ Path choose(const Packed& p, int isa) {
     return portable_path(p);
 }
 
-int64_t prepared_stride(const Packed& p) {
-    if (p.layout == LAYOUT_QUANT) return p.units() * UNIT;
-    return p.layout == LAYOUT_BF16 ? (p.k + 1) / 2 * 4 : 0;
-}
-
-// Most of the items as fixed parts (no traffic between cores), the last ones one by one, so that a disturbed core is helped.
-// body(item, next): `next` is the item this thread does afterwards, or -1.
-template <class F>
-void shared(Thread& t, int64_t items, F&& body) {
-    const int64_t each = t.count == 1 ? items : items * 2 / (3 * t.count), fixed = each * t.count;
-    const int64_t end = each * (t.id + 1);
-    auto claim = [&] {
-        if (fixed == items) return int64_t(-1);
-        const int64_t got = fixed + t.lanes[0].fetch_add(1, std::memory_order_relaxed);
-        return got < items ? got : int64_t(-1);
-    };
-    int64_t item = each ? each * t.id : claim();
-    while (item >= 0) {
-        const int64_t next = item + 1 < end ? item + 1 : claim();
-        body(item, next);
-        item = next;
-    }
-}
-
 struct Call {
     const float* x;
     int64_t x_stride;
@@ -245,49 +221,34 @@ struct Call {
     bool gated;
 };
 
-// Adds each pair of sums into the first of `rows` places.
-void fold(float* acc, int rows) {
-    for (int m = 0; m < rows; ++m)
-        for (int i = 0; i < STRIP; ++i) acc[m * STRIP + i] = acc[2 * m * STRIP + i] + acc[(2 * m + 1) * STRIP + i];
-}
-
 void matmul(const Call& c, Thread& t) {
     const Packed& p = *c.weight;
     if (c.rows <= 0) return;
-    const Path path = choose(p, t.isa);
+    const Rows rows = rows_for(p, t.isa, c.terms, c.x_stride);
 
     // Rows in bands whose prepared bytes stay in the second-level cache; bands, and tiles within them, of nearly equal height, so that
     // equal shares of the items are equal work.
-    constexpr int64_t BAND_BYTES = int64_t(384) << 10;
-    const int64_t terms = p.layout == LAYOUT_QUANT ? c.terms : 1;
-    const bool folded = terms == 2 && !path.tile_two;
-    const int64_t tile_rows = folded ? path.max_rows / 2 : path.max_rows;
-    const int64_t term = path.prepare ? prepared_stride(p) : c.x_stride * int64_t(sizeof(float)), stride = term * terms;
-    const int64_t most = (c.rows + tile_rows - 1) / tile_rows;  // a band is at least a tile
-    const int64_t bands = std::min(most, 1 + c.rows * stride / BAND_BYTES), strips = (p.blocks + 1) / 2;
+    const int64_t most = (c.rows + rows.tile_rows - 1) / rows.tile_rows;  // a band is at least a tile
+    const int64_t bands = std::min(most, 1 + c.rows * rows.stride / BAND_BYTES), strips = (p.blocks + 1) / 2;
     const int64_t outputs = c.gated ? p.n / 2 : p.n;
 
     // Few rows: each thread prepares them for itself, which is cheaper than waiting for each other.
     constexpr int64_t OWN = 128 * UNIT;
     alignas(64) uint8_t own[OWN];
     const uint8_t* x = reinterpret_cast<const uint8_t*>(c.x);
-    if (path.prepare) {
-        const bool alone = c.rows * stride <= OWN;
+    if (rows.path.prepare) {
+        const bool alone = c.rows * rows.stride <= OWN;
         uint8_t* to = alone ? own : c.scratch;
         const Thread::Range range = alone ? Thread::Range{0, c.rows} : t.share(c.rows);
-        for (int64_t m = range.begin; m < range.end; ++m) {
-            path.prepare(p, c.x + m * c.x_stride, to + m * stride);
-            if (terms == 2) path.prepare_fine(p, c.x + m * c.x_stride, to + m * stride, to + m * stride + term);
-        }
+        for (int64_t m = range.begin; m < range.end; ++m) prepare_row(rows, p, c.x + m * c.x_stride, to + m * rows.stride);
         if (!alone) t.barrier();
         x = to;
     }
 
-    shared(t, bands * strips, [&](int64_t item, int64_t next) {
+    share_items(t, bands * strips, [&](int64_t item, int64_t next) {
         const int64_t strip = item % strips, band = item / strips;
         const int64_t begin = c.rows * band / bands, end = c.rows * (band + 1) / bands;
-        // An odd last block is computed twice, stored once.
-        Strip w{p.block(2 * strip), p.block(std::min(2 * strip + 1, p.blocks - 1)), next < 0 ? nullptr : p.block(next % strips * 2)};
+        Strip w = strip_of(p, strip, next < 0 ? -1 : next % strips);
         const int64_t column = strip * (c.gated ? 16 : STRIP);
         Store to{c.out + begin * c.out_stride + column, c.out_stride, {nullptr, nullptr}, {0, 0}, c.activation};
         const int64_t left = outputs - column;
@@ -297,24 +258,48 @@ void matmul(const Call& c, Thread& t) {
             to.bias[0] = c.bias + column;
             to.bias[1] = c.bias + (c.gated ? outputs + column : column + 16);
         }
-        const int64_t tiles = (end - begin + tile_rows - 1) / tile_rows;
+        const int64_t tiles = (end - begin + rows.tile_rows - 1) / rows.tile_rows;
         alignas(64) float acc[MAX_ROWS * STRIP];
         for (int64_t i = 0; i < tiles; ++i) {
             const int64_t first = begin + (end - begin) * i / tiles, last = begin + (end - begin) * (i + 1) / tiles;
-            if (folded) {
-                path.tile(p, w, x + first * stride, term, int((last - first) * 2), acc);
-                fold(acc, int(last - first));
-            } else {
-                (terms == 2 ? path.tile_two : path.tile)(p, w, x + first * stride, stride, int(last - first), acc);
-            }
+            strip_sums(rows, p, w, x + first * rows.stride, int(last - first), acc);
             w.next = nullptr;
-            (c.gated ? path.finish_gated : path.finish)(acc, int(last - first), to);
+            (c.gated ? rows.path.finish_gated : rows.path.finish)(acc, int(last - first), to);
             to.out += (last - first) * c.out_stride;
         }
     });
 }
 
 }  // namespace
+
+int64_t prepared_stride(const Packed& p) {
+    if (p.layout == LAYOUT_QUANT) return p.units() * UNIT;
+    return p.layout == LAYOUT_BF16 ? (p.k + 1) / 2 * 4 : 0;
+}
+
+Rows rows_for(const Packed& p, int isa, int64_t terms, int64_t x_stride) {
+    Rows rows{choose(p, isa), p.layout == LAYOUT_QUANT ? terms : 1, 0, 0, 0, false};
+    rows.folded = rows.terms == 2 && !rows.path.tile_two;
+    rows.tile_rows = rows.folded ? rows.path.max_rows / 2 : rows.path.max_rows;
+    rows.term = rows.path.prepare ? prepared_stride(p) : x_stride * int64_t(sizeof(float));
+    rows.stride = rows.term * rows.terms;
+    return rows;
+}
+
+void prepare_row(const Rows& rows, const Packed& p, const float* x, uint8_t* out) {
+    rows.path.prepare(p, x, out);
+    if (rows.terms == 2) rows.path.prepare_fine(p, x, out, out + rows.term);
+}
+
+void strip_sums(const Rows& rows, const Packed& p, const Strip& w, const uint8_t* x, int count, float* acc) {
+    if (!rows.folded) {
+        (rows.terms == 2 ? rows.path.tile_two : rows.path.tile)(p, w, x, rows.stride, count, acc);
+        return;
+    }
+    rows.path.tile(p, w, x, rows.term, count * 2, acc);
+    for (int m = 0; m < count; ++m)
+        for (int i = 0; i < STRIP; ++i) acc[m * STRIP + i] = acc[2 * m * STRIP + i] + acc[(2 * m + 1) * STRIP + i];
+}
 
 Path portable_path(const Packed& p) {
     Path path{8, tile_f32, nullptr, finish, finish_gated, prepare_fine, nullptr};

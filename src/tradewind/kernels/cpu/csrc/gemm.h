@@ -17,12 +17,14 @@
 // (tile_two), or it sees two rows, and their sums are added before the epilogue. About 15 bits of each value are kept.
 #pragma once
 #include "pack.h"
+#include "runtime.h"
 
 namespace tw {
 
 constexpr int UNIT = 48;      // bytes of a prepared unit of 32 k
 constexpr int MAX_ROWS = 12;  // of any tile
 constexpr int STRIP = 32;     // outputs of a tile
+constexpr int64_t BAND_BYTES = int64_t(384) << 10;  // prepared rows that stay in the second-level cache while strips pass by
 
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
 
@@ -55,6 +57,47 @@ struct Path {
     PrepareFine prepare_fine;
     Tile tile_two;  // rows of two terms; null: two rows of `tile`, added
 };
+
+// Bytes of one row in one term as this matrix wants it; 0 where the caller's own row will do.
+int64_t prepared_stride(const Packed& p);
+
+// How the rows of one call meet matrices of one layout: which tiles, and how a row is prepared for them.
+struct Rows {
+    Path path;
+    int64_t terms, term, stride;  // bytes of a row's first term, and of all of them
+    int64_t tile_rows;            // rows that a tile takes
+    bool folded;                  // two terms as two rows of a tile
+};
+// x_stride: floats from row to row of the caller's x, which is used as it is where the layout needs no preparing.
+Rows rows_for(const Packed& p, int isa, int64_t terms, int64_t x_stride);
+// One row, in all its terms; only where there is something to prepare (rows.path.prepare).
+void prepare_row(const Rows& rows, const Packed& p, const float* x, uint8_t* out);
+// acc[row][32] = the sums of a strip for `count` <= tile_rows rows at x.
+void strip_sums(const Rows& rows, const Packed& p, const Strip& w, const uint8_t* x, int count, float* acc);
+inline Strip strip_of(const Packed& p, int64_t strip, int64_t next) {
+    // An odd last block is computed twice, stored once.
+    const int64_t second = 2 * strip + 1 < p.blocks ? 2 * strip + 1 : p.blocks - 1;
+    return {p.block(2 * strip), p.block(second), next < 0 ? nullptr : p.block(2 * next)};
+}
+
+// Most of the items as fixed parts (no traffic between cores), the last ones one by one, so that a disturbed core is helped.
+// body(item, next): `next` is the item this thread does afterwards, or -1.
+template <class F>
+void share_items(Thread& t, int64_t items, F&& body, int lane = 0) {
+    const int64_t each = t.count == 1 ? items : items * 2 / (3 * t.count), fixed = each * t.count;
+    const int64_t end = each * (t.id + 1);
+    auto claim = [&] {
+        if (fixed == items) return int64_t(-1);
+        const int64_t got = fixed + t.lanes[lane].fetch_add(1, std::memory_order_relaxed);
+        return got < items ? got : int64_t(-1);
+    };
+    int64_t item = each ? each * t.id : claim();
+    while (item >= 0) {
+        const int64_t next = item + 1 < end ? item + 1 : claim();
+        body(item, next);
+        item = next;
+    }
+}
 
 Path portable_path(const Packed& p);
 #if defined(__x86_64__)

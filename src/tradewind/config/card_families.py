@@ -1,0 +1,287 @@
+"""What each decoder family says in its own way in `config.json`: one row for each `model_type`.
+
+Knows: defaults that files leave out, fields that only one family has, which layers are windowed. Refuses to know: what all families share
+(card_hf) and arithmetic (models). What would give another model than the one computed here is refused by name.
+
+A new family is one function here that gives the card's fields it decides, and one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from tradewind.config.card import MoeFacts
+from tradewind.config.card_parts import every_nth_full
+from tradewind.config.fields import CardError, Fields, plain_int, shown
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a family's own facts may depend on."""
+
+    hidden: int
+    layers: int
+    heads: int
+    head_dim: int
+
+
+class HFFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """One row: how files of one `model_type` are read."""
+
+    family: str
+    """Row of the model registry."""
+    facts: Callable[[Fields, Shape], Mapping[str, Any]]
+    """Fields of the card that this family decides; changes nothing."""
+    kv_heads: int | None = None
+    """Where the file does not say; None: as many as heads."""
+    head_dim: int | None = None
+    """Where the file does not say; None: hidden / heads."""
+    theta: float = 1e4
+    norm_eps: float = 1e-6
+    tied: bool = False
+    activation_field: str = "hidden_act"
+    activation: str = "silu"
+    """The only one that this family is computed with."""
+    own_local_rope: bool = False
+    """Windowed layers have a rope of their own."""
+    omitted: Mapping[str, object] = msgspec.field(default_factory=dict)
+    """What published files leave out because it equals the default of their library's configuration class."""
+
+
+# ------------------------------------------------------------------------------------------------------- one function a family
+
+
+def llama(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Biases where the file says so."""
+    return {**attention_biases(fields), "mlp_bias": fields.flag("mlp_bias", default=False)}
+
+
+def mistral(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """The same window everywhere. null says none; a missing field says the library's default, as in the first files."""
+    window = fields.whole("sliding_window") if fields.has("sliding_window") else None
+    if "sliding_window" not in fields.values:
+        window = 4096
+    return {"layer_windows": (window,) * shape.layers}
+
+
+def phi3(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """The same window everywhere, where there is one."""
+    return {"layer_windows": (optional_whole(fields, "sliding_window"),) * shape.layers}
+
+
+def olmo2(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Norms over all heads together."""
+    return {**attention_biases(fields), "qk_norm_whole": True}
+
+
+def granite(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Llama with four multipliers."""
+    return {
+        **llama(fields, shape),
+        "embedding_scale": fields.number("embedding_multiplier", default=1.0),
+        "attention_scale": fields.number("attention_multiplier", default=1.0),
+        "residual_scale": fields.number("residual_multiplier", default=1.0),
+        "logit_scale": 1.0 / fields.number("logits_scaling", default=1.0),
+    }
+
+
+def qwen2(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Biases on q, k, v always."""
+    return {"qkv_bias": True, "layer_windows": qwen_windows(fields, shape)}
+
+
+def qwen3(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Norms on q and k."""
+    return {**attention_biases(fields), "qk_norm": True, "layer_windows": qwen_windows(fields, shape)}
+
+
+def mixtral(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Experts in every layer, each as large as the stated MLP; a window only where the file says so."""
+    moe = MoeFacts(
+        **experts_and_chosen(fields, ("num_local_experts", "num_experts"), experts=8, per_token=2),
+        intermediate=fields.whole("intermediate_size"),
+        layers=(True,) * shape.layers,
+    )
+    return {"layer_windows": (optional_whole(fields, "sliding_window"),) * shape.layers, "moe": moe}
+
+
+def qwen2_moe(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Qwen 2 with experts and a gated shared expert. Windows, where they are on, are those of every second layer."""
+    moe = MoeFacts(
+        **qwen_experts(fields, shape, experts=60, per_token=4, intermediate=1408),
+        shared_intermediate=fields.whole("shared_expert_intermediate_size", default=5632),
+        shared_gate=True,
+    )
+    window = qwen_window(fields)
+    windows = listed_windows(fields, layers=shape.layers, window=window)
+    if windows is None:
+        first = fields.whole("max_window_layers", default=28, low=0)
+        windows = tuple(window if index % 2 == 0 and index < first else None for index in range(shape.layers))
+    return {"qkv_bias": fields.flag("qkv_bias", default=True), "layer_windows": windows, "moe": moe}
+
+
+def qwen3_moe(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Qwen 3 with experts. A window, where it is on, is everywhere."""
+    return {
+        **attention_biases(fields),
+        "qk_norm": True,
+        "layer_windows": (qwen_window(fields),) * shape.layers,
+        "moe": MoeFacts(**qwen_experts(fields, shape, experts=128, per_token=8, intermediate=768)),
+    }
+
+
+def gemma2(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Every second layer full, both caps on where the file does not say otherwise (null says none)."""
+    facts = gemma(fields, shape)
+    for field, name, usual in (
+        ("attn_logit_softcapping", "attention_softcap", 50.0),
+        ("final_logit_softcapping", "logit_softcap", 30.0),
+    ):
+        facts[name] = fields.optional_number(field) if field in fields.values else usual
+    return {**facts, "layer_windows": gemma_windows(fields, shape, pattern=2)}
+
+
+def gemma3(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Every sixth layer full, norms on q and k."""
+    pattern = fields.whole("sliding_window_pattern", default=fields.whole("_sliding_window_pattern", default=6))
+    return {
+        **gemma(fields, shape),
+        "qk_norm": True,
+        "layer_windows": gemma_windows(fields, shape, pattern=pattern),
+        "attention_softcap": fields.optional_number("attn_logit_softcapping"),
+        "logit_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------- shared parts
+
+
+def attention_biases(fields: Fields) -> dict[str, Any]:
+    """`attention_bias` means all four matrices."""
+    bias = fields.flag("attention_bias", default=False)
+    return {"qkv_bias": bias, "output_bias": bias}
+
+
+def gemma(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """What Gemma 2 and 3 share. Files store norm weights as w - 1."""
+    return {
+        **attention_biases(fields),
+        "activation": "gelu_tanh",
+        "sandwich_norms": True,
+        "norm_offset": 1.0,
+        "embedding_scale": math.sqrt(shape.hidden),
+        "attention_scale": fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
+    }
+
+
+def gemma_windows(fields: Fields, shape: Shape, *, pattern: int) -> tuple[int | None, ...]:
+    """`layer_types`, else every `pattern`-th layer full."""
+    window = fields.whole("sliding_window", default=4096)
+    listed = listed_windows(fields, layers=shape.layers, window=window)
+    return every_nth_full(shape.layers, window=window, pattern=pattern) if listed is None else listed
+
+
+def qwen_window(fields: Fields) -> int | None:
+    """The window of windowed layers; none unless `use_sliding_window`."""
+    if fields.flag("use_sliding_window", default=False) and fields.values.get("sliding_window", 0) is not None:
+        return fields.whole("sliding_window", default=4096)
+    return None
+
+
+def qwen_windows(fields: Fields, shape: Shape) -> tuple[int | None, ...]:
+    """`layer_types`, else the layers from `max_window_layers` on."""
+    window = qwen_window(fields)
+    listed = listed_windows(fields, layers=shape.layers, window=window)
+    first = fields.whole("max_window_layers", default=28, low=0)
+    return tuple(window if index >= first else None for index in range(shape.layers)) if listed is None else listed
+
+
+def listed_windows(fields: Fields, *, layers: int, window: int | None) -> tuple[int | None, ...] | None:
+    """Windows as `layer_types` lists them; None where it does not."""
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+        raise fields.refuse("layer_types", f"a list of {layers} words, one for each layer")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CardError(
+                f"{fields.origin}: layer_types has {shown(kind)}; known are full_attention, sliding_attention"
+            )
+    if window is None and "sliding_attention" in kinds:
+        raise CardError(f"{fields.origin}: layer_types has sliding_attention, but the sliding window is off")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def experts_and_chosen(fields: Fields, names: tuple[str, ...], *, experts: int, per_token: int) -> dict[str, Any]:
+    """How many experts there are (under the first of `names` that is there) and to how many a token is sent."""
+    name = next((name for name in names if fields.has(name)), names[0])
+    count = fields.whole(name, default=experts, high=MOST_EXPERTS)
+    chosen = fields.whole("num_experts_per_tok", default=per_token)
+    if chosen > count:
+        raise fields.refuse("num_experts_per_tok", f"at most {name}, {count}")
+    return {"experts": count, "per_token": chosen}
+
+
+def qwen_experts(fields: Fields, shape: Shape, *, experts: int, per_token: int, intermediate: int) -> dict[str, Any]:
+    """Experts of Qwen 2 and 3: softmax over all, weights normalised where the file says so, in every `decoder_sparse_step`-th layer but
+    those of `mlp_only_layers`."""
+    step = fields.whole("decoder_sparse_step", default=1)
+    listed = fields.values.get("mlp_only_layers", ())
+    listed = () if listed is None else listed
+    dense = [plain_int(item) for item in listed] if isinstance(listed, list | tuple) else [None]
+    if any(layer is None or not 0 <= layer < shape.layers for layer in dense):
+        raise fields.refuse("mlp_only_layers", f"a list of layers from 0 to {shape.layers - 1}")
+    return {
+        **experts_and_chosen(fields, ("num_experts", "num_local_experts"), experts=experts, per_token=per_token),
+        "intermediate": fields.whole("moe_intermediate_size", default=intermediate),
+        "normalised": fields.flag("norm_topk_prob", default=False),
+        "layers": tuple(index not in dense and (index + 1) % step == 0 for index in range(shape.layers)),
+    }
+
+
+def optional_whole(fields: Fields, field: str) -> int | None:
+    """A whole number from 1, or None where the field is missing or null."""
+    return fields.whole(field) if fields.has(field) else None
+
+
+MOST_EXPERTS = 1024
+"""What the op sets route to."""
+
+GEMMA2_OMITTED: dict[str, object] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+}
+GEMMA3_OMITTED: dict[str, object] = {
+    **GEMMA2_OMITTED,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
+GEMMA: dict[str, Any] = {"tied": True, "activation_field": "hidden_activation", "activation": "gelu_pytorch_tanh"}
+
+HF_FAMILIES: dict[str, HFFamily] = {
+    "gemma2": HFFamily(family="gemma2", facts=gemma2, omitted=GEMMA2_OMITTED, **GEMMA),
+    "gemma3_text": HFFamily(
+        family="gemma3", facts=gemma3, omitted=GEMMA3_OMITTED, theta=1e6, own_local_rope=True, **GEMMA
+    ),
+    "granite": HFFamily(family="granite", facts=granite),
+    "llama": HFFamily(family="llama", facts=llama),
+    "mistral": HFFamily(family="mistral", facts=mistral, kv_heads=8),
+    "mixtral": HFFamily(family="mixtral", facts=mixtral, kv_heads=8, theta=1e6, norm_eps=1e-5),
+    "olmo2": HFFamily(family="olmo2", facts=olmo2, norm_eps=1e-5),
+    "phi3": HFFamily(family="phi3", facts=phi3, norm_eps=1e-5),
+    "qwen2": HFFamily(family="qwen2", facts=qwen2),
+    "qwen2_moe": HFFamily(family="qwen2_moe", facts=qwen2_moe),
+    "qwen3": HFFamily(family="qwen3", facts=qwen3, head_dim=128),
+    "qwen3_moe": HFFamily(family="qwen3_moe", facts=qwen3_moe, kv_heads=4),
+}
+"""By `model_type`, sorted."""

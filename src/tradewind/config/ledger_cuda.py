@@ -1,0 +1,167 @@
+"""The memory ledger of a GPU: every allocation that the cuda backend makes, by its own arithmetic.
+
+Knows: buffers of the op set, sampler and slots; what a CUDA context takes. Refuses to know: pages (they take the rest), host memory.
+Three constants do not follow from shapes and are calibrated on a card: CONTEXT_BYTES, GRAPH_BYTES and ROUNDING_BYTES.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tradewind.config.card import ModelCard
+from tradewind.config.card_parts import attention_matrices, count_parameters, mlp_matrices
+from tradewind.config.plan import LedgerLine
+from tradewind.config.sizes import MiB
+
+CONTEXT_BYTES = 520 * MiB
+"""CUDA context, cuBLAS and the loaded kernels."""
+
+GRAPHS = 160
+"""Captured step sizes that are kept at most (runner/graph_runner.py: MOST_GRAPHS)."""
+
+GRAPH_BYTES = MiB
+"""Device memory of one captured step: its launches and their arguments; buffers are shared with all others."""
+
+CUBLAS_BYTES = 2 * 32 * MiB
+"""cuBLAS's workspace on Hopper, for the default stream and the runner's."""
+
+ROUNDING_BYTES = MiB
+"""Lost for each large tensor on average: torch's allocator hands them out in steps of 2 MiB."""
+
+SAMPLER_BLOCK = 1024
+"""Logits that one program of the sampler reads (kernels/triton/sample.py: BLOCK)."""
+
+SAMPLER_CANDIDATES = 1024
+"""Candidates kept for each row (CANDIDATES)."""
+
+BIASES_EACH = 512
+"""Biases and banned tokens a row has room for, 8 bytes each (runner/graph_runner.py: BIASES_EACH)."""
+
+FEW_ROWS_PARTS, MANY_ROWS_SPLITS = 128, 4
+"""Split attention: most (rows x splits) of steps up to 16 rows, and most splits of larger ones (kernels/triton/tuning.py: decode)."""
+
+TILE_SPLITS, TILE_ROWS, TILE_OUTPUTS = 4, 64, 5120
+"""Skinny matmuls that split K: most pieces, most input rows, and the most outputs of a matrix that is split (tuning.py: tile)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The choices that decide how much memory is taken, apart from pages."""
+
+    quantization: str
+    max_tokens_per_step: int
+    max_running: int
+    max_context: int
+    page_tokens: int
+    kv_groups: int
+    graphs: bool
+
+
+def matrix_values(card: ModelCard) -> int:
+    """Weights of all layers' matmuls."""
+    return sum(attention_matrices(card) + mlp_matrices(card, layer) for layer in range(card.layers))
+
+
+def table_values(card: ModelCard) -> int:
+    """Values of the embedding table; the head has as many, and is the same tensor where they are tied."""
+    return card.vocab_size * card.hidden
+
+
+def vector_values(card: ModelCard) -> int:
+    """Norm weights and biases: what is neither a layer's matrix nor a table. They are kept in float32."""
+    tables = table_values(card) * (1 if card.tied_embeddings else 2)
+    return max(0, count_parameters(card) - matrix_values(card) - tables)
+
+
+def weight_bytes(card: ModelCard, *, quantization: str) -> int:
+    """Weights that a token meets: the layers' matrices in bf16, or in e4m3 with a float32 scale for each output; the head in bf16."""
+    matrices = matrix_values(card)
+    outputs = (card.heads + 2 * card.kv_heads) * card.head_dim + 2 * card.hidden + 2 * card.intermediate
+    layers = matrices + 4 * card.layers * outputs if quantization == "fp8" else 2 * matrices
+    return layers + 2 * table_values(card) + 4 * vector_values(card)
+
+
+def activation_bytes_per_token(card: ModelCard, *, quantization: str, kv_groups: int) -> int:
+    """Scratch of one token, reused by every layer, and what a step's layout tells about it.
+
+    float32: residual stream, rope angles. bf16: normed, delta and hidden (E each), qkv, q, mixed, gated (F) and, where a large step's
+    matmul has no fused activation, gate and up (2F). fp8: e4m3 copies of the three kinds of inputs, a float32 scale each.
+    """
+    q = card.heads * card.head_dim
+    qkv = q + 2 * card.kv_heads * card.head_dim
+    ropes = 2 if card.rope_local is not None else 1
+    floats = card.hidden + ropes * (card.rope.rotary_dims or card.head_dim)
+    halves = (4 if card.sandwich_norms else 3) * card.hidden + qkv + 2 * q + 3 * card.intermediate
+    quants = card.hidden + q + card.intermediate + 3 * 4 if quantization == "fp8" else 0
+    layout = 4 * (2 + kv_groups)  # id, position, and where its key goes in each pool
+    return 4 * floats + 2 * halves + quants + layout
+
+
+def sampler_bytes_per_row(card: ModelCard) -> int:
+    """Beside the logits: counts for penalties, a grammar's mask, biases, block sums, candidates, 20 best logprobs, columns, the hidden
+    state."""
+    vocabulary = card.vocab_size
+    blocks = -(-vocabulary // SAMPLER_BLOCK)
+    lists = 188 * blocks + 4 * SAMPLER_CANDIDATES + 8 * BIASES_EACH + 640
+    return 4 * vocabulary + vocabulary // 8 + lists + 2 * card.hidden
+
+
+def workspace_bytes(card: ModelCard, *, max_running: int) -> int:
+    """Partial results of split attention (float32 sums, their maxima and weights) or of split matmuls, and cuBLAS's own."""
+    attention = max(FEW_ROWS_PARTS, MANY_ROWS_SPLITS * max_running) * card.heads * (card.head_dim + 2)
+    return 4 * max(attention, TILE_SPLITS * TILE_ROWS * TILE_OUTPUTS) + CUBLAS_BYTES
+
+
+def angle_bytes(card: ModelCard, *, max_context: int) -> int:
+    """cos and sin of every position in float32 for each rope, and as much again that making the table leaves with the allocator."""
+    ropes = 2 if card.rope_local is not None else 1
+    return 2 * ropes * 4 * max_context * (card.rope.rotary_dims or card.head_dim)
+
+
+def slot_bytes(sizes: Sizes) -> int:
+    """The token table, and a page table for each pool: one by slot, one by row of the step; rows are multiples of 4 entries."""
+    tokens = -(-(sizes.max_context + 1) // 4) * 4
+    pages = -(-(sizes.max_context + 1) // sizes.page_tokens // 4) * 4
+    return sizes.max_running * 4 * (tokens + 2 * sizes.kv_groups * pages + 32)
+
+
+def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
+    """Everything on the device but the pages."""
+    step, rows, vocabulary = sizes.max_tokens_per_step, sizes.max_running, card.vocab_size
+    matrices = matrix_values(card) / 1e6
+    kind = "fp8 with a scale an output" if sizes.quantization == "fp8" else "bf16"
+    each = activation_bytes_per_token(card, quantization=sizes.quantization, kv_groups=sizes.kv_groups)
+    tensors = 6 * card.layers + 10  # four matrices, keys and values of each layer; scratch
+    head = f"{'tied ' if card.tied_embeddings else ''}head {vocabulary} x {card.hidden} bf16"
+    lines = [
+        (
+            "weights",
+            weight_bytes(card, quantization=sizes.quantization),
+            f"{matrices:.1f}M in {kind}; {head}; norms float32",
+        ),
+        ("CUDA", CONTEXT_BYTES, "context, libraries and loaded kernels"),
+        ("activations", step * each, f"{step} tokens x {each} bytes, reused by every layer"),
+        ("logits", rows * vocabulary * 4, f"{rows} rows x {vocabulary} float32"),
+        (
+            "sampler",
+            rows * sampler_bytes_per_row(card),
+            f"{rows} rows: token counts for penalties, grammar masks, logprobs, candidates",
+        ),
+        ("slots", slot_bytes(sizes), f"token and page tables of {rows} sequences x {sizes.max_context} tokens"),
+        (
+            "rope tables",
+            angle_bytes(card, max_context=sizes.max_context),
+            f"cos and sin of {sizes.max_context} positions",
+        ),
+        (
+            "workspaces",
+            workspace_bytes(card, max_running=rows),
+            "parts of split attention and split matmuls, and cuBLAS's",
+        ),
+        ("rounding", tensors * ROUNDING_BYTES, f"{tensors} large tensors, each rounded up to whole steps of 2 MiB"),
+    ]
+    if not card.tied_embeddings:
+        lines.insert(1, ("embedding table", 2 * table_values(card), f"{vocabulary} x {card.hidden} bf16"))
+    if sizes.graphs:
+        lines.append(("graphs", GRAPHS * GRAPH_BYTES, f"at most {GRAPHS} step sizes x {GRAPH_BYTES // MiB} MiB"))
+    return tuple(LedgerLine(name=name, bytes=size, how=how) for name, size, how in lines)

@@ -1,0 +1,630 @@
+"""From a tape's calls to launches: constants chosen for a bucket, neighbours fused where the data flow allows.
+
+Knows: which kernel serves which call at which size, and what may be folded into what. Refuses to know: models (it sees calls and buffers),
+graphs, the arithmetic of kernels. A plan allocates; a run launches on the current stream, allocates nothing and waits for nothing.
+
+    matmul of M tokens      M = 1                gemv      norm of the input, bias, SiLU-mul and residual folded in
+                            up to tile_rows      tile      bias, SiLU-mul, residual; FP8: input quantised per token
+                            more, odd shapes     library   torch.mm / _scaled_mm, the rest in kernels of their own
+                            deterministic        fixed     one tile for every M: a row's bits do not depend on its neighbours
+
+    x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
+    norm -> matmuls         gemv: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
+    rope_store, attention   one-token rows, few: one launch; the angles come from a table by position, so rope_angles is dead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tradewind.kernels.ops import PackedMatrix
+from tradewind.kernels.triton import decode, elementwise, encode, norm, prefill, rope, skinny
+from tradewind.kernels.triton.launch import FP8
+from tradewind.kernels.triton.tape import ADDERS, Bucket, Call, Tape, address
+from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig, Tuning
+
+COUNTED_FROM = 65
+"""From so many tokens on kernels read how many are live; below, they compute the padding too: it costs less than waiting for the number."""
+
+
+@dataclass
+class Launch:
+    """One kernel (or library call) with its arguments."""
+
+    kernel: Callable[..., None]
+    text: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel(*self.arguments, **self.options)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Launches of one bucket, in order. The first run compiles kernels: do it before capturing a graph."""
+
+    bucket: Bucket
+    launches: tuple[Launch, ...]
+    held: tuple[Any, ...] = ()
+    """Scratch that the launches name."""
+
+    def run(self) -> None:
+        """Launches everything on the current stream."""
+        for launch in self.launches:
+            launch.run()
+
+    def describe(self) -> str:
+        """One line per launch."""
+        late = {True: ", late", False: ""}
+        return "\n".join(launch.text + late[bool(launch.options.get("late"))] for launch in self.launches)
+
+
+@dataclass
+class Workspace:
+    """Scratch of kernels, shared by all programs of one op set: they never run at the same time. Grows only; old pieces live on in the
+    programs that were planned with them, so plan the largest bucket first."""
+
+    device: torch.device
+    bytes: int = 0
+    """Of everything that was ever allocated here."""
+    _floats: Tensor | None = None
+    _counters: Tensor | None = None
+    _both: Tensor | None = None
+    _twins: dict[tuple[Any, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    _tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def _new(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        made = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.bytes += made.nbytes
+        return made
+
+    def floats(self, count: int) -> Tensor:
+        """float32 partial sums, at least `count`."""
+        if self._floats is None or self._floats.numel() < count:
+            self._floats = self._new(max(count, 1 << 16), dtype=torch.float32)
+        return self._floats
+
+    def counters(self, count: int) -> Tensor:
+        """int32 arrival counters: zero, and left zero by every kernel."""
+        if self._counters is None or self._counters.numel() < count:
+            self._counters = self._new(max(count, 1 << 14), dtype=torch.int32)
+        return self._counters
+
+    def both(self, rows: int, width: int) -> Tensor:
+        """bf16 [rows, width]: gate and up before their product; used up by the next launch."""
+        if self._both is None or self._both.numel() < rows * width:
+            self._both = self._new(rows * width, dtype=torch.bfloat16)
+        return self._both[: rows * width].view(rows, width)
+
+    def quantised(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The FP8 twin of a buffer [T, K]: e4m3 [T, K] and float32 [T]. It lives as long as the buffer's value."""
+        key = (address(buffer), *buffer.shape[1:], "fp8")
+        if key not in self._twins or len(self._twins[key][0]) < len(buffer):
+            self._twins[key] = (self._new(*buffer.shape, dtype=FP8), self._new(len(buffer), dtype=torch.float32))
+        return self._twins[key]  # type: ignore[return-value]
+
+    def rounded(self, buffer: Tensor) -> Tensor:
+        """The bf16 twin of a float32 buffer or vector."""
+        key = (address(buffer), *buffer.shape[1:], "bf16")
+        if key not in self._twins or len(self._twins[key][0]) < len(buffer):
+            self._twins[key] = (self._new(*buffer.shape, dtype=torch.bfloat16),)
+        return self._twins[key][0][: len(buffer)]
+
+    def angle_table(self, inv_freq: Tensor, *, scale: float, positions: int) -> Tensor:
+        """float32 [positions, D]: scale * (cos | sin) of every position, computed once."""
+        key = (address(inv_freq), scale)
+        held = self._tables.get(key)
+        if held is None or len(held[0]) < positions:
+            table = self._new(positions, 2 * len(inv_freq), dtype=torch.float32)
+            every = torch.arange(positions, dtype=torch.int32, device=self.device)
+            rope_angles(every, inv_freq, scale=scale, out=table, angle=torch.empty_like(table)[:, : len(inv_freq)])
+            held = self._tables[key] = (table, inv_freq)  # inv_freq is held so that its address stays its own
+        return held[0]
+
+
+# ------------------------------------------------------------------------------------------------------ library calls
+
+
+def rope_angles(positions: Tensor, inv_freq: Tensor, *, scale: float, out: Tensor, angle: Tensor) -> None:
+    """out [T, D] = scale * (cos | sin) of positions [T] * inv_freq [D / 2]; angle [T, D / 2] is scratch."""
+    half = len(inv_freq)
+    angle.copy_(positions[:, None].expand(-1, half))
+    angle.mul_(inv_freq)
+    torch.cos(angle, out=out[:, :half])
+    torch.sin(angle, out=out[:, half:])
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
+    """out = x @ weight.T + bias by the library; x, weight, bias bf16, out bf16 or float32."""
+    if x.device.type != "cuda":
+        value = x.float() @ weight.float().T
+        out.copy_(value if bias is None else value + bias.float())
+    elif bias is not None:
+        torch.addmm(bias, x, weight.T, out=out)
+    elif out.dtype == torch.float32:
+        torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(x, weight.T, out=out)
+
+
+def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, out: Tensor) -> None:
+    """out = (x_scale x) @ (scale weight).T by the library; x and weight e4m3, a scale per row of each, out bf16."""
+    if x.device.type != "cuda":
+        out.copy_((x.float() * x_scale[:, None]) @ (weight.float() * scale[:, None]).T)
+    else:
+        torch._scaled_mm(
+            x, weight.T, x_scale[:, None], scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=True, out=out
+        )
+
+
+def copy(source: Tensor, *, out: Tensor) -> None:
+    """out = source in out's type."""
+    out.copy_(source)
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
+    """The program of a tape for a bucket; allocates in the op set's workspace."""
+    planner = Planner(tape, bucket, fuse=fuse)
+    if fuse:
+        planner.take_angles_from_tables()
+        planner.fold_rope_into_attention()
+        planner.fold_residuals()
+        planner.fold_norms()
+        planner.drop_unread_angles()
+    planner.quantise_inputs()
+    for call in planner.calls:
+        planner.emit(call)
+    return Program(bucket, tuple(planner.launches), tuple(planner.held))
+
+
+class Planner:
+    """Works on copies of a tape's calls, pass by pass; then emits launches."""
+
+    def __init__(self, tape: Tape, bucket: Bucket, *, fuse: bool) -> None:
+        ops = tape.ops
+        self.tuning: Tuning = ops.tuning
+        self.workspace: Workspace = ops.workspace
+        self.deterministic, self.pdl = ops.deterministic, ops.pdl
+        self.bucket, self.fuse = bucket, fuse
+        self.calls = [Call(call.op, dict(call.arguments)) for call in tape.calls]
+        self.results = tape.results()
+        self.launches: list[Launch] = []
+        self.held: list[Any] = []
+
+    # -------------------------------------------------------------------------------------------------- the data flow
+
+    def last_write(self, before: int, buffer: int) -> int:
+        """Index of the call whose value of the buffer the call `before` sees; -1 when it comes from outside."""
+        return next((i for i in range(before - 1, -1, -1) if buffer in self.calls[i].writes()), -1)
+
+    def readers(self, writer: int, buffer: int) -> list[int] | None:
+        """Calls that read the value which `writer` left in the buffer; None when somebody outside may."""
+        found = []
+        for i in range(writer + 1, len(self.calls)):
+            if buffer in self.calls[i].reads():
+                found.append(i)
+            if buffer in self.calls[i].writes():
+                return found
+        return None if buffer in self.results else found
+
+    def untouched(self, buffer: int, first: int, last: int, *, reads: bool) -> bool:
+        """Whether no call strictly between writes the buffer (or, with reads, reads it)."""
+        return all(
+            buffer not in call.writes() and not (reads and buffer in call.reads())
+            for call in self.calls[first + 1 : last]
+        )
+
+    def way(self, call: Call) -> str:
+        """How a matmul of this bucket is computed: "fixed", "gemv", "tile" or "library"."""
+        weight: PackedMatrix = call["weight"]
+        if self.deterministic:
+            return "fixed"
+        if weight.n * weight.k >= 1 << 31:
+            return "library"
+        if self.bucket.tokens == 1:
+            return "gemv"
+        return "tile" if self.tile(weight) is not None else "library"
+
+    def tile(self, weight: PackedMatrix) -> TileConfig | None:
+        return self.tuning.tile(self.bucket.tokens, weight.n, weight.k, fp8=weight.layout == "fp8")
+
+    def wants_fp8(self, call: Call) -> bool:
+        """Whether a call is a matmul whose input is quantised: FP8 weights, but for the one-row way, which widens them."""
+        return is_matmul(call) and call["weight"].layout == "fp8" and self.way(call) != "gemv"
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def take_angles_from_tables(self) -> None:
+        """rope_store reads its angles from a table by position instead of from what rope_angles wrote in this step."""
+        reach = [c["rows"].page_table.shape[1] * c["kv"].page_tokens for c in self.calls if c.op == "attention"]
+        if not reach:
+            return
+        for i, call in enumerate(self.calls):
+            if call.op != "rope_store":
+                continue
+            source = self.last_write(i, address(call["angles"]))
+            if source >= 0 and self.calls[source].op == "rope_angles":
+                made = self.calls[source]
+                call["angles"] = self.workspace.angle_table(made["inv_freq"], scale=made["scale"], positions=max(reach))
+                call["positions"] = made["positions"]
+
+    def fold_rope_into_attention(self) -> None:
+        """Few rows of one token: attention rotates and writes its own key, and reads the raw qkv row."""
+        bucket = self.bucket
+        if self.deterministic or not bucket.singles or bucket.rows > self.tuning.fuse_rope_rows:
+            return
+        gone = set()
+        for i, call in enumerate(self.calls):
+            if call.op != "rope_store" or call["positions"] is None:
+                continue
+            q = address(call["out"])
+            readers = self.readers(i, q)
+            if readers is None or len(readers) != 1:
+                continue
+            reader = self.calls[readers[0]]
+            if (
+                reader.op == "attention"
+                and reader["causal"]
+                and reader["kv"] is call["kv"]
+                and call["angles"].shape[1] == call["kv"].head_dim
+                and self.untouched(address(call["qkv"]), i, readers[0], reads=False)
+            ):
+                reader["q"] = call["qkv"]
+                reader["rope"] = dict(call.arguments)
+                gone.add(i)
+        self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
+
+    def fold_residuals(self) -> None:
+        """A matmul whose result is only added to the residual stream by the next norm adds it itself."""
+        for i, call in enumerate(self.calls):
+            if not is_matmul(call) or self.way(call) == "library" or call["residual"] is not None:
+                continue
+            out = address(call["out"])
+            readers = self.readers(i, out)
+            if readers is None or len(readers) != 1:
+                continue
+            adder = self.calls[readers[0]]
+            if adder.op not in ADDERS or adder["delta"] is None or adder["gate"] is not None:
+                continue
+            x = adder["x"]
+            if (
+                address(adder["delta"]) == out
+                and address(x) != out
+                and address(x) != address(call["x"])  # other programs of the matmul read all of its input
+                and x.dtype == torch.float32
+                and self.untouched(address(x), i, readers[0], reads=True)
+            ):
+                call["residual"] = call["out"] = x
+                adder["delta"] = None
+
+    def fold_norms(self) -> None:
+        """One row: a norm whose result only matmuls read is computed by each of them on the way."""
+        gone = set()
+        for i, call in enumerate(self.calls):
+            if call.op != "add_rms_norm" or call["delta"] is not None:
+                continue
+            x = address(call["x"])
+            readers = self.readers(i, address(call["out"]))
+            if not readers or x == address(call["out"]):
+                continue
+            if all(
+                is_matmul(self.calls[j])
+                and self.way(self.calls[j]) == "gemv"
+                and address(self.calls[j]["out"]) != x
+                and self.calls[j]["residual"] is None
+                and self.untouched(x, i, j, reads=False)
+                for j in readers
+            ):
+                for j in readers:
+                    self.calls[j]["x"] = call["x"]
+                    self.calls[j]["norm"], self.calls[j]["eps"] = call["weight"], call["eps"]
+                gone.add(i)
+        self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
+
+    def drop_unread_angles(self) -> None:
+        """rope_angles whose result nobody reads any more."""
+        self.calls = [
+            call
+            for i, call in enumerate(self.calls)
+            if call.op != "rope_angles" or self.readers(i, address(call["out"])) != []
+        ]
+
+    def quantise_inputs(self) -> None:
+        """FP8 matmuls read e4m3: the call before writes it, where only such matmuls read its result; else a call of its own does."""
+        known: set[tuple[int, int]] = set()  # (writer, buffer) whose quantised twin is there
+        insert: list[int] = []
+        for i, call in enumerate(self.calls):
+            if not self.wants_fp8(call):
+                continue
+            buffer = address(call["x"])
+            writer = self.last_write(i, buffer)
+            if (writer, buffer) in known:
+                continue
+            known.add((writer, buffer))
+            made = self.calls[writer] if writer >= 0 else None
+            if self.fuse and made is not None:
+                foldable = made.op == "add_rms_norm" or (made.op == "gated_linear" and self.way(made) == "library")
+                readers = self.readers(writer, buffer)
+                if foldable and readers is not None and all(self.wants_fp8(self.calls[j]) for j in readers):
+                    made["quantised"] = True
+                    continue
+            insert.append(i)
+        for i in reversed(insert):
+            wanted = self.calls[i]
+            self.calls.insert(i, Call("quantise", {"x": wanted["x"], "count": wanted["count"]}))
+
+    # -------------------------------------------------------------------------------------------------------- emission
+
+    def cut(self, buffer: Tensor | None) -> Any:
+        """The bucket's part of a buffer [T, ...]."""
+        return None if buffer is None else buffer[: self.bucket.tokens]
+
+    def count(self, call: Call, *, always: bool = False) -> Tensor | None:
+        """The live count, where a kernel should read it."""
+        tokens = self.bucket.tokens
+        return call["count"] if tokens >= COUNTED_FROM or (always and tokens > 1) else None
+
+    def launch(self, kernel: Callable[..., None], text: str, *arguments: Any, **options: Any) -> None:
+        self.launches.append(Launch(kernel, text, arguments, options))
+
+    def own(self, kernel: Callable[..., None], text: str, *arguments: Any, **options: Any) -> None:
+        """A kernel of ours: it joins the chain of dependent launches."""
+        self.launch(kernel, text, *arguments, **options, pdl=self.pdl)
+
+    def emit(self, call: Call) -> None:
+        """Appends the launches of one call."""
+        getattr(self, f"_{call.op}")(call)
+
+    def _embed(self, call: Call) -> None:
+        out, table = self.cut(call["out"]), call["table"]
+        self.own(
+            elementwise.embed, f"embed {shape(out)}", self.cut(call["ids"]), table.data,
+            scale=call["scale"], out=out, count=self.count(call, always=True),
+        )  # fmt: skip
+
+    def _add_rms_norm(self, call: Call) -> None:
+        x, delta, out, scale = self.cut(call["x"]), self.cut(call["delta"]), self.cut(call["out"]), None
+        text = f"rms_norm {shape(x)}" + (" + delta" if delta is not None else "")
+        if call["quantised"]:
+            small, scales = self.workspace.quantised(call["out"])
+            out, scale, text = self.cut(small), self.cut(scales), text + " -> fp8"
+        self.own(
+            norm.add_rms_norm, text, x, delta, call["weight"], eps=call["eps"], out=out, scale=scale, count=self.count(call)
+        )  # fmt: skip
+
+    def _add_layer_norm(self, call: Call) -> None:
+        x, delta = self.cut(call["x"]), self.cut(call["delta"])
+        text = f"layer_norm {shape(x)}" + (" + delta" if delta is not None else "")
+        self.own(
+            norm.add_layer_norm, text, x, delta, call["weight"], call["bias"],
+            eps=call["eps"], out=self.cut(call["out"]), count=self.count(call),
+        )  # fmt: skip
+
+    def _add(self, call: Call) -> None:
+        x, delta, out = self.cut(call["x"]), self.cut(call["delta"]), self.cut(call["out"])
+        if delta is None and out is None:
+            return  # a matmul has added it
+        text = f"stream {shape(x)}" + (" + delta" if delta is not None else "")
+        self.own(elementwise.add, text, x, delta, gate=self.cut(call["gate"]), out=out, count=self.count(call))
+
+    def _rms_norm_span(self, call: Call) -> None:
+        x = self.cut(call["x"])
+        self.own(
+            norm.rms_norm_span, f"rms_norm {len(call['weight'])} columns of {shape(x)}", x, call["weight"],
+            start=call["start"], eps=call["eps"], count=self.count(call),
+        )  # fmt: skip
+
+    def _scale(self, call: Call) -> None:
+        x = self.cut(call["x"])
+        self.own(elementwise.scale, f"scale {shape(x)}", x, factor=call["factor"], count=self.count(call))
+
+    def _gelu(self, call: Call) -> None:
+        x = self.cut(call["x"])
+        self.own(elementwise.gelu, f"gelu {shape(x)}", x, count=self.count(call))
+
+    def _softcap(self, call: Call) -> None:
+        x = self.cut(call["x"])
+        self.own(elementwise.softcap, f"softcap {shape(x)}", x, cap=call["cap"], count=self.count(call))
+
+    def _gather_rows(self, call: Call) -> None:
+        out = self.cut(call["out"])
+        self.own(
+            elementwise.gather_rows, f"gather_rows {shape(out)}", call["x"], self.cut(call["index"]),
+            out=out, count=self.count(call, always=True),
+        )  # fmt: skip
+
+    def _quantise(self, call: Call) -> None:
+        x, (small, scales) = self.cut(call["x"]), self.workspace.quantised(call["x"])
+        self.own(
+            norm.quantise_tokens, f"quantise {shape(x)} -> fp8", x,
+            out=self.cut(small), scale=self.cut(scales), count=self.count(call),
+        )  # fmt: skip
+
+    def _rope_angles(self, call: Call) -> None:
+        out, inv_freq = self.cut(call["out"]), call["inv_freq"]
+        angle = torch.zeros(len(out), len(inv_freq), dtype=torch.float32, device=out.device)
+        self.launch(
+            rope_angles, f"rope_angles {shape(out)} by the library", self.cut(call["positions"]), inv_freq,
+            scale=call["scale"], out=out, angle=angle,
+        )  # fmt: skip
+
+    def _linear(self, call: Call) -> None:
+        self._matmul(call, gated=False)
+
+    def _gated_linear(self, call: Call) -> None:
+        self._matmul(call, gated=True)
+
+    def _matmul(self, call: Call, *, gated: bool) -> None:
+        weight: PackedMatrix = call["weight"]
+        way = self.way(call)
+        x, out = self.cut(call["x"]), self.cut(call["out"])
+        features = weight.n // 2 if gated else weight.n
+        text = f"{way} {shape(x)} -> {weight.n if way == 'library' else features} {weight.layout}" + "".join(
+            f" + {name}"
+            for name, there in (
+                ("norm", call["norm"] is not None),
+                ("bias", call["bias"] is not None and way != "library"),
+                (call["activation"], gated and way != "library"),
+                ("residual", call["residual"] is not None),
+            )
+            if there
+        )
+        x_scale = None
+        if self.wants_fp8(call):
+            small, scales = self.workspace.quantised(call["x"])
+            x, x_scale = self.cut(small), self.cut(scales)
+        if way == "library":
+            self._library(call, x, x_scale, out, text, gated=gated)
+            return
+        common = {
+            "out": out, "scale": weight.data[1] if weight.layout == "fp8" else None, "bias": call["bias"], "gated": gated,
+            "activation": call["activation"] or "silu", "residual": self.cut(call["residual"]),
+        }  # fmt: skip
+        if way == "fixed":
+            self.own(skinny.fixed_linear, text, x, weight.data[0], x_scale=x_scale, count=self.count(call), **common)
+            return
+        config: GemvConfig | TileConfig | None
+        if way == "gemv":
+            config = self.tuning.gemv(features, weight.k, fp8=weight.layout == "fp8")
+            common |= {"norm": call["norm"], "eps": call["eps"] or 0.0}
+        else:
+            config = self.tile(weight)
+            assert config is not None
+            common |= {"x_scale": x_scale}
+            if config.split > 1:
+                outputs = config.bn // 2 if gated else config.bn
+                need = skinny.workspace_floats(features, config=config, gated=gated)
+                common |= {
+                    "workspace": self.workspace.floats(need),
+                    "arrived": self.workspace.counters(-(-features // outputs)),
+                }
+        self.own(skinny.skinny_linear, f"{text}, {config}", x, weight.data[0], config=config, **common)
+
+    def _library(self, call: Call, x: Tensor, x_scale: Tensor | None, out: Tensor, text: str, *, gated: bool) -> None:
+        """cuBLAS, and around it what it cannot do."""
+        weight: PackedMatrix = call["weight"]
+        bias = call["bias"]
+        assert call["residual"] is None and call["norm"] is None, "the library folds nothing in"
+        if x_scale is None and x.dtype != torch.bfloat16:
+            x = self.cut(self.workspace.rounded(call["x"]))
+            self.launch(copy, f"copy {shape(x)} -> bf16", self.cut(call["x"]), out=x)
+        target = out
+        if gated:
+            self.workspace.both(len(call["out"]), weight.n)  # at its full size at once
+            target = self.workspace.both(self.bucket.tokens, weight.n)
+        in_matmul = bias is not None and not gated and x_scale is None and out.dtype == torch.bfloat16
+        if x_scale is not None:
+            wide = target if target.dtype == torch.bfloat16 else self.workspace.both(self.bucket.tokens, weight.n)
+            self.launch(scaled_matmul, text, x, x_scale, weight.data[0], weight.data[1], out=wide)
+            if wide is not target:
+                self.launch(copy, f"copy {shape(target)}", wide, out=target)
+        elif in_matmul:
+            small = self.workspace.rounded(bias)
+            small.copy_(bias)
+            self.launch(matmul, f"{text} + bias", x, weight.data[0], small, out=target)
+        else:
+            self.launch(matmul, text, x, weight.data[0], out=target)
+        if gated:
+            scale, text = (
+                None,
+                f"{call['activation']} of gate, by up {shape(out)}" + (" + bias" if bias is not None else ""),
+            )
+            if call["quantised"]:
+                small, scales = self.workspace.quantised(call["out"])
+                out, scale, text = self.cut(small), self.cut(scales), text + " -> fp8"
+            self.own(
+                elementwise.gated_activation, text, target, out=out, activation=call["activation"], bias=bias, scale=scale,
+                count=self.count(call),
+            )  # fmt: skip
+        elif bias is not None and not in_matmul:
+            self.own(elementwise.add_bias, f"bias {shape(out)}", out, bias, count=self.count(call))
+
+    def _rope_store(self, call: Call) -> None:
+        kv, qkv = call["kv"], self.cut(call["qkv"])
+        by_position = call["positions"] is not None
+        self.own(
+            rope.rope_store, f"rope_store {shape(qkv)}", qkv, call["angles"] if by_position else self.cut(call["angles"]),
+            self.cut(call["write_slots"]), kv.k, kv.v, heads=call["heads"], q_weight=call["q_weight"], k_weight=call["k_weight"],
+            eps=call["eps"], positions=self.cut(call["positions"]), out=self.cut(call["out"]), count=self.count(call, always=True),
+        )  # fmt: skip
+
+    def _attention(self, call: Call) -> None:
+        bucket, kv, rows = self.bucket, call["kv"], call["rows"]
+        q, out = self.cut(call["q"]), self.cut(call["out"])
+        query_start = rows.query_start[: bucket.rows + 1]
+        common = {
+            "lengths": rows.lengths[: bucket.rows], "page_table": rows.page_table[: bucket.rows], "heads": call["heads"],
+            "scale": call["scale"], "softcap": call["softcap"], "sinks": call["sinks"], "out": out, "rows": rows.rows,
+        }  # fmt: skip
+        if not call["causal"]:
+            self.own(encode.paged_encode, f"encode {shape(q)}", q, kv.k, kv.v, query_start=query_start, **common)
+            return
+        common["window"] = call["window"]
+        if self.deterministic or not bucket.singles:
+            # A lone row is this kernel's alone, so that a chunk costs one launch; it may have one token.
+            alone = self.deterministic or bucket.rows == 1
+            ratio = call["heads"] // kv.kv_heads
+            config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, ratio)
+            self.own(
+                prefill.paged_prefill, f"prefill {shape(q)}, {config}", q, kv.k, kv.v,
+                query_start=query_start, singles=alone, config=config, **common,
+            )  # fmt: skip
+            if alone:
+                return
+            common["query_start"] = query_start
+        if bucket.rows == 1:
+            common["rows"] = None
+        form = decode_config(self.tuning, bucket, kv.head_dim)
+        if form.splits > 1:
+            need = decode.decode_workspace_floats(
+                bucket.rows, heads=call["heads"], head_dim=kv.head_dim, splits=form.splits
+            )
+            common |= {
+                "workspace": self.workspace.floats(need),
+                "arrived": self.workspace.counters(bucket.rows * kv.kv_heads),
+            }
+        text = f"decode {bucket.rows} rows, {form}"
+        if call["rope"] is not None:
+            fused = call["rope"]
+            # Old keys are read before the wait, if the launch before lets us start only after its own (package docstring).
+            early = self.pdl and bool(self.launches) and self.launches[-1].kernel is skinny.skinny_linear
+            if early:
+                self.launches[-1].options["late"] = True
+            common |= {
+                "angles": fused["angles"], "q_weight": fused["q_weight"], "k_weight": fused["k_weight"], "eps": fused["eps"],
+                "early": early,
+            }  # fmt: skip
+            text += " + rope" + (", early" if early else "")
+        self.own(decode.paged_decode, text, q, kv.k, kv.v, config=form, **common)
+
+
+def is_matmul(call: Call) -> bool:
+    return call.op in ("linear", "gated_linear")
+
+
+def shape(tensor: Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def decode_config(tuning: Tuning, bucket: Bucket, head_dim: int) -> DecodeConfig:
+    """The tuned constants; wide heads get narrower tiles, so that keys and values fit into shared memory."""
+    config = tuning.decode(bucket.rows, bucket.longest)
+    return replace(config, block_n=min(config.block_n, 32), stages=2) if head_dim > 128 else config
+
+
+def prefill_config(tuning: Tuning, head_dim: int, page_tokens: int, ratio: int) -> PrefillConfig:
+    """The tuned constants; a tile holds whole groups of packed heads."""
+    config = tuning.prefill(head_dim, page_tokens)
+    packed = 1 << (ratio - 1).bit_length()
+    return config if config.block_m % packed == 0 else replace(config, block_m=packed)

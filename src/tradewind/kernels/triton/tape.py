@@ -1,0 +1,133 @@
+"""A step as data: op calls in order, written down once; and the bucket that a program is planned for.
+
+Knows: which buffers each op reads and writes. Refuses to know: kernels and their constants (program.py), and what the calls compute.
+Buffers are told apart by address. The results of a tape are what its last call writes, what was handed to `keep`, and the pages of keys and
+values; every other buffer is scratch, and a program may leave it unwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tradewind.kernels.triton.ops import CudaOps
+    from tradewind.kernels.triton.program import Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The size of step that a program serves."""
+
+    tokens: int
+    """Capacity: rows of every [T, ...] buffer (of the head's tape: rows that want logits)."""
+    rows: int
+    """Capacity: sequences of the step."""
+    singles: bool
+    """Every row has exactly one token: a decode step."""
+    longest: int
+    """No row has more keys than this, the step's own included; picks how attention is split."""
+
+
+READS: dict[str, tuple[str, ...]] = {
+    "add": ("x", "delta", "gate"),
+    "add_layer_norm": ("x", "delta"),
+    "add_rms_norm": ("x", "delta"),
+    "attention": ("q",),
+    "embed": ("ids",),
+    "gated_linear": ("x", "residual"),
+    "gather_rows": ("x", "index"),
+    "gelu": ("x",),
+    "linear": ("x", "residual"),
+    "quantise": ("x",),
+    "rms_norm_span": ("x",),
+    "rope_angles": ("positions",),
+    "rope_store": ("qkv", "angles", "positions", "write_slots"),
+    "scale": ("x",),
+    "softcap": ("x",),
+}
+"""Op -> arguments that it reads. Weights and pages are left out: no call of a tape changes weights, and pages are written in order."""
+
+WRITES: dict[str, tuple[str, ...]] = {
+    "add": ("x", "out"),
+    "add_layer_norm": ("x", "out"),
+    "add_rms_norm": ("x", "out"),
+    "attention": ("out",),
+    "embed": ("out",),
+    "gated_linear": ("out",),
+    "gather_rows": ("out",),
+    "gelu": ("x",),
+    "linear": ("out",),
+    "quantise": (),
+    "rms_norm_span": ("x",),
+    "rope_angles": ("out",),
+    "rope_store": ("out",),
+    "scale": ("x",),
+    "softcap": ("x",),
+}
+"""Op -> arguments that it writes; the x of an op that takes a delta only when there is one."""
+
+ADDERS = ("add", "add_layer_norm", "add_rms_norm")
+"""Ops that first do x += delta, when there is one."""
+
+
+@dataclass
+class Call:
+    """One op call. A program plans on copies: the tape's own calls are never changed."""
+
+    op: str
+    arguments: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments.get(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.arguments[name] = value
+
+    def reads(self) -> set[int]:
+        """Addresses of the buffers it reads."""
+        return addresses(self[name] for name in READS[self.op])
+
+    def writes(self) -> set[int]:
+        """Addresses of the buffers it writes, live rows whole."""
+        names = WRITES[self.op]
+        if self.op in ADDERS and self["delta"] is None:
+            names = ("out",)
+        return addresses(self[name] for name in names)
+
+
+def address(tensor: Any) -> int:
+    """What tells buffers apart."""
+    return int(tensor.data_ptr())
+
+
+def addresses(tensors: Iterable[Any]) -> set[int]:
+    return {address(tensor) for tensor in tensors if tensor is not None}
+
+
+@dataclass
+class Tape:
+    """Recorded calls over buffers that have room for the largest step."""
+
+    ops: CudaOps
+    calls: list[Call] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+
+    def add(self, op: str, arguments: dict[str, Any]) -> None:
+        """Writes a call down."""
+        self.calls.append(Call(op, arguments))
+
+    def keep(self, tensor: Any) -> None:
+        """Makes a buffer a result, so that programs leave in it what the calls say."""
+        self.kept.add(address(tensor))
+
+    def results(self) -> set[int]:
+        """Addresses of the buffers that somebody outside may read."""
+        return self.kept | (self.calls[-1].writes() if self.calls else set())
+
+    def program(self, bucket: Bucket, *, fuse: bool = True) -> Program:
+        """Plans the launches for a bucket; allocates what scratch they need. fuse=False: one op after the other, for looking for faults."""
+        from tradewind.kernels.triton.program import plan
+
+        return plan(self, bucket, fuse=fuse)

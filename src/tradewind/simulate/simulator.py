@@ -1,0 +1,631 @@
+"""The production scheduler, cache and policies on a virtual clock: one engine or a fleet, from a trace to what each request lived through.
+
+Knows: when the clock moves and what a device without a model answers. Refuses to know: how long a step takes (steptime), which replica is
+best (router), what the numbers mean (report).
+
+One replica is the engine's own `EngineLoop` with its `Scheduler`; only the executor and the clock are ours:
+
+      host     |absorb|decide|            wait            |absorb|decide| ...
+      device          |-------- step N, model.device_s ---|             |---- step N+1 ...           one step in flight
+      device          |-------- step N ------|------ step N+1 ------|-- ...                          two: the host works beside it
+
+A fleet is several of them and a router. Their clocks are apart; before a request is sent, every replica's clock has come to its arrival.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tradewind.config.plan import CachePlan, Plan, SchedulePlan
+from tradewind.contract.errors import UserError
+from tradewind.contract.events import Preempted, Scheduled, StepDone, TokensOut
+from tradewind.contract.request import Request, SamplingParams
+from tradewind.contract.step import Enter, Ints, Step, StepResult, Wants
+from tradewind.engine.columns import Report, StepTokens
+from tradewind.engine.loop import Add, EngineLoop
+from tradewind.engine.scheduler import Scheduler
+from tradewind.simulate.clock import VirtualClock
+from tradewind.simulate.router import ROUTERS, Router
+from tradewind.simulate.steptime import FeatureReader, Features, StepTime
+from tradewind.simulate.traces import Trace
+
+END_TOKEN = 2
+"""What a made-up answer ends with when more tokens were asked for than came."""
+NEVER = 2**31 - 1
+GAP_BINS = 400
+"""Bins of the histogram of times between tokens, ten to each factor of 1.26 (a tenth of a decade), from 1 microsecond on."""
+BINS_PER_DECADE = 50
+
+LAST, ALL = int(Wants.LAST), int(Wants.ALL)
+"""Plain numbers: looking a member up costs a step as much as the sum that it is needed for."""
+
+Finish = Callable[[Step, Features, float], float]
+"""(step, its features, when the device can begin) -> when it is done."""
+Submit = Callable[[Step, Features], float]
+"""Host time that a step needs before it is submitted."""
+
+
+def nothing_s(step: Step, features: Features) -> float:
+    """A host that takes no time."""
+    return 0.0
+
+
+class SimulatedExecutor:
+    """contract.Executor that computes nothing: answers are made up, and time passes on a virtual clock.
+
+    `answer_of(request id)` gives the token its answer consists of and how many there are; the last is END_TOKEN where more were asked for.
+    `answers` has the tokens themselves, by request id, where they matter. Guesses are right with probability `acceptance`, one after the
+    other, until the first that is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: VirtualClock,
+        slots: int,
+        reader: FeatureReader,
+        answer_of: Callable[[str], tuple[int, int]],
+        finish: Finish,
+        submit_s: Submit = nothing_s,
+        acceptance: float = 0.7,
+        seed: int = 0,
+        answers: Mapping[str, Sequence[int]] | None = None,
+        watch: Callable[[Step, Features], None] | None = None,
+    ) -> None:
+        self._answers = answers or {}
+        self._said: dict[int, Ints] = {}
+        """Slot -> the tokens of its answer, where they are given."""
+        self._clock = clock
+        self._reader = reader
+        self._answer_of = answer_of
+        self._finish = finish
+        self._submit_s = submit_s
+        self._acceptance = acceptance
+        self._draw = np.random.default_rng(seed)
+        self._watch = watch
+        self._prompt: Ints = np.zeros(slots, np.int32)
+        self._filler: Ints = np.zeros(slots, np.int32)
+        self._length: Ints = np.full(slots, NEVER, np.int32)
+        self._last_s: npt.NDArray[np.float64] = np.zeros(slots)
+        """When the slot's newest token came."""
+        self._flying: deque[tuple[StepResult, float, Ints]] = deque()
+        self._free_s = 0.0
+        self._numbers: Ints = np.arange(slots + 1, dtype=np.int32)
+        self._ones: Ints = np.ones(slots, np.int32)
+        self.busy_s = 0.0
+        self.submitted = self.collected = 0
+        self.gaps: npt.NDArray[np.int64] = np.zeros(GAP_BINS, np.int64)
+        """Histogram of the times between a request's tokens, see GAP_BINS."""
+
+    def submit(self, step: Step) -> None:
+        """See contract.Executor."""
+        features = self._reader.read(step)
+        for enter in step.enter:
+            self._enter(enter)
+        self._clock.advance(self._submit_s(step, features))
+        result = self._made_up(step, features)
+        begin_s = max(self._clock.now(), self._free_s)
+        self._free_s = self._finish(step, features, begin_s)
+        self.busy_s += self._free_s - begin_s
+        self._flying.append((result, self._free_s, step.slot))
+        self.submitted = step.number
+        if self._watch is not None:
+            self._watch(step, features)
+
+    def collect(self) -> StepResult:
+        """See contract.Executor; moves the clock to when the step is done."""
+        result, done_s, slots = self._flying.popleft()
+        clock = self._clock
+        wait = done_s - clock.now()
+        if wait > 0:
+            clock.advance(wait)
+        self.collected = result.number
+        self._count_gaps(slots, result, clock.now())
+        return result
+
+    def close(self) -> None:
+        """See contract.Executor."""
+        self._flying.clear()
+
+    # -- inside
+
+    def _enter(self, enter: Enter) -> None:
+        slot = enter.slot
+        filler, length = self._answer_of(enter.request_id)
+        self._prompt[slot] = enter.prompt_tokens
+        self._filler[slot] = filler
+        self._length[slot] = length if enter.prompt_tokens + length < enter.capacity_tokens else NEVER
+        if self._answers:
+            self._said[slot] = np.array(self._answers.get(enter.request_id, ()), dtype=np.int32)
+        if len(enter.tokens) == enter.prompt_tokens:
+            self._last_s[slot] = -1.0
+
+    def _made_up(self, step: Step, features: Features) -> StepResult:
+        slot = step.slot
+        rows = len(slot)
+        # Which token of its answer is the row's first, counted from 1.
+        at = step.start + step.count - step.drafts - self._prompt[slot] + 1
+        if features.prefill_tokens == 0 and features.logit_rows == rows:  # every row brings one token
+            tokens = self._filler[slot]
+            ends = at == self._length[slot]
+            if ends.any():
+                tokens[ends] = END_TOKEN
+            if self._said:
+                self._speak(slot, at, tokens)
+            return StepResult(
+                number=step.number, slot=slot, epoch=step.epoch, offset=self._numbers[: rows + 1], tokens=tokens
+            )
+        wants = step.wants
+        number = ((wants == LAST) | (wants == ALL)).astype(np.int32)
+        guessing = step.drafts > 0
+        if guessing.any():
+            right = self._draw.geometric(1 - min(self._acceptance, 1 - 1e-9), rows) - 1
+            number += np.where(guessing, np.minimum(right, step.drafts), 0).astype(np.int32)
+        offset = np.zeros(rows + 1, np.int32)
+        np.cumsum(number, out=offset[1:])
+        row = np.repeat(np.arange(rows), number)
+        place = np.arange(len(row), dtype=np.int32) - offset[row] + at[row]
+        tokens = np.where(place == self._length[slot[row]], END_TOKEN, self._filler[slot[row]]).astype(np.int32)
+        if self._said:
+            self._speak(slot[row], place, tokens)
+        return StepResult(number=step.number, slot=slot, epoch=step.epoch, offset=offset, tokens=tokens)
+
+    def _speak(self, slots: Ints, places: Ints, tokens: Ints) -> None:
+        """Puts given answers in the place of made-up ones; `places` count from 1."""
+        for index, (slot, place) in enumerate(zip(slots.tolist(), places.tolist(), strict=True)):
+            said = self._said.get(slot)
+            if said is not None and place <= len(said):
+                tokens[index] = said[place - 1]
+
+    def _count_gaps(self, slot: Ints, result: StepResult, now: float) -> None:
+        if not len(result.tokens):
+            return
+        if len(result.tokens) != len(slot):
+            slot = slot[np.diff(result.offset) > 0]
+        last = self._last_s[slot]
+        self._last_s[slot] = now
+        later = last >= 0
+        gap = now - (last if later.all() else last[later])
+        if len(gap):
+            place = np.clip((np.log10(np.maximum(gap, 1e-6)) + 6) * BINS_PER_DECADE, 0, GAP_BINS - 1).astype(np.int64)
+            self.gaps += np.bincount(place, minlength=GAP_BINS)
+
+
+class Series:
+    """Means over equal stretches of time; where there are too many, neighbours are joined and the stretches become longer."""
+
+    def __init__(self, names: Sequence[str], *, points: int = 600) -> None:
+        self.names = tuple(names)
+        self.width_s = 1.0
+        self._points = points
+        self._sum = np.zeros((2 * points, len(self.names)))
+        self._time = np.zeros(2 * points)
+
+    def add(self, begin_s: float, end_s: float, values: Sequence[float]) -> None:
+        """Counts values that held from begin to end; to the stretch in which they ended."""
+        while end_s >= self.width_s * 2 * self._points:
+            self._fold()
+        place = int(end_s / self.width_s)
+        length = end_s - begin_s
+        self._time[place] += length
+        row = self._sum[place]
+        for index, value in enumerate(values):
+            row[index] += value * length
+
+    def columns(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Ends of the stretches in seconds, and one row of means for each."""
+        some = self._time > 0
+        ends: npt.NDArray[np.float64] = (np.flatnonzero(some) + 1) * np.float64(self.width_s)
+        return ends, self._sum[some] / self._time[some, None]
+
+    def _fold(self) -> None:
+        for table in (self._sum, self._time):
+            joined = table[0::2] + table[1::2]
+            table[:] = 0
+            table[: len(joined)] = joined
+        self.width_s *= 2
+
+
+SERIES = ("waiting", "running", "pages", "decoded")
+"""Means of a replica: requests that wait and run, part of the pages held, tokens of decode rows per second."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What became of each request of a trace, as columns by its index; and sums. Times are the trace's seconds, NaN where none is."""
+
+    trace: Trace
+    scheduled_s: npt.NDArray[np.float64]
+    first_s: npt.NDArray[np.float64]
+    finish_s: npt.NDArray[np.float64]
+    cached_tokens: Ints
+    generated_tokens: Ints
+    preemptions: Ints
+    replica: Ints
+    refused: dict[int, str] = field(default_factory=dict)
+    """Index -> why it was never taken."""
+    steps: int = 0
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed, those of preempted requests again."""
+    recomputed_tokens: int = 0
+    untrusted_steps: int = 0
+    untrusted: str = ""
+    """Why the first of them was."""
+    device_busy_s: float = 0.0
+    end_s: float = 0.0
+    """When the last replica came to rest."""
+    replicas: int = 1
+    router: str = ""
+    waiting_time: dict[int, float] = field(default_factory=dict)
+    """Queue length -> seconds that a replica had it."""
+    gaps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(GAP_BINS, np.int64))
+    series: Series = field(default_factory=lambda: Series(SERIES))
+    wall_s: float = 0.0
+    """How long the simulation itself took."""
+    times: str = ""
+    """Where the step times come from."""
+
+    @classmethod
+    def empty(cls, trace: Trace) -> Outcome:
+        """Nothing has happened yet."""
+        count = len(trace)
+
+        def moments() -> npt.NDArray[np.float64]:
+            return np.full(count, np.nan)
+
+        def numbers() -> Ints:
+            return np.zeros(count, np.int32)
+
+        return cls(
+            trace=trace,
+            scheduled_s=moments(),
+            first_s=moments(),
+            finish_s=moments(),
+            cached_tokens=numbers(),
+            generated_tokens=numbers(),
+            preemptions=numbers(),
+            replica=numbers(),
+        )
+
+    @property
+    def ttft_s(self) -> npt.NDArray[np.float64]:
+        """Arrival to first token, by request."""
+        return self.first_s - self.trace.arrival_s
+
+    @property
+    def tpot_s(self) -> npt.NDArray[np.float64]:
+        """Time per output token after the first; NaN where there was only one."""
+        later = np.where(self.generated_tokens > 1, self.generated_tokens - 1, 1)
+        return np.where(self.generated_tokens > 1, (self.finish_s - self.first_s) / later, np.nan)
+
+    @property
+    def e2e_s(self) -> npt.NDArray[np.float64]:
+        """Arrival to last token."""
+        return self.finish_s - self.trace.arrival_s
+
+
+class Witness:
+    """A ReportSink that files what a replica tells in the outcome's columns. Calls `ended(index, at_s)` for each request that is over."""
+
+    def __init__(self, outcome: Outcome, *, ended: Callable[[int, float], None] | None = None) -> None:
+        self._out = outcome
+        self._ended = ended
+        self._before_s = 0.0
+
+    def take_reports(self, reports: list[Report]) -> None:
+        """See engine.columns.ReportSink."""
+        out = self._out
+        for report in reports:
+            if isinstance(report, StepTokens):
+                first = report.generated == 1
+                if first.any():
+                    for place in np.flatnonzero(first).tolist():
+                        out.first_s[int(report.ids[place])] = report.at_s
+            elif isinstance(report, StepDone):
+                self._step(report)
+            elif isinstance(report, TokensOut):
+                self._tokens(report)
+            elif isinstance(report, Scheduled):
+                if not report.resumed:
+                    index = int(report.request_id)
+                    out.scheduled_s[index] = report.at_s
+                    out.cached_tokens[index] = report.cached_tokens
+            elif isinstance(report, Preempted):
+                out.preemptions[int(report.request_id)] += 1
+
+    def _tokens(self, report: TokensOut) -> None:
+        out, index = self._out, int(report.request_id)
+        if report.generated_tokens == len(report.tokens) > 0:
+            out.first_s[index] = report.at_s
+        if report.finish is None:
+            return
+        if report.finish == "error":
+            out.refused[index] = report.error or "an error"
+        else:
+            out.finish_s[index] = report.at_s
+            out.generated_tokens[index] = report.generated_tokens
+        if self._ended is not None:
+            self._ended(index, report.at_s)
+
+    def _step(self, report: StepDone) -> None:
+        out = self._out
+        out.steps += 1
+        out.computed_tokens += report.tokens
+        out.prompt_tokens += report.prompt_tokens
+        length = report.at_s - self._before_s
+        out.waiting_time[report.waiting] = out.waiting_time.get(report.waiting, 0.0) + length
+        used = report.pages_used[0] / max(1, report.pages_total[0])
+        decoded = (report.tokens - report.prompt_tokens) / length if length > 0 else 0.0
+        out.series.add(self._before_s, report.at_s, (report.waiting, report.running, used, decoded))
+        self._before_s = report.at_s
+
+    def rested_until(self, now: float) -> None:
+        """The replica had nothing to do until now."""
+        length = now - self._before_s
+        if length > 0:
+            self._out.waiting_time[0] = self._out.waiting_time.get(0, 0.0) + length
+            self._out.series.add(self._before_s, now, (0, 0, 0, 0))
+            self._before_s = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """How to simulate, beside trace, plan and times."""
+
+    replicas: int = 1
+    router: str = "round_robin"
+    noise: bool = True
+    """Step times scatter as the model's held-out steps did; otherwise all are the model's means."""
+    host: bool = True
+    """Whether the host's own time counts."""
+    seed: int = 0
+    drafts_per_row: int = 0
+    acceptance: float = 0.7
+    load_bound: float = 1.25
+    """Of the prefix-aware router: most open requests of a replica, relative to the mean of all."""
+
+
+class Replica:
+    """One simulated engine."""
+
+    def __init__(
+        self,
+        *,
+        schedule: SchedulePlan,
+        cache: CachePlan,
+        times: StepTime,
+        outcome: Outcome,
+        options: SimulateOptions,
+        index: int = 0,
+        ended: Callable[[int, float], None] | None = None,
+        watch: Callable[[Step, Features], None] | None = None,
+    ) -> None:
+        self.clock = VirtualClock()
+        self._times, self._outcome, self._host = times, outcome, options.host
+        self._draw = random.Random(options.seed * 1_000_003 + index)
+        self._noise = options.noise and len(times.ratios) > 1
+        self.scheduler = Scheduler(
+            schedule=schedule, cache=cache, clock=self.clock.now, drafts_per_row=options.drafts_per_row
+        )
+        trace = outcome.trace
+        lengths = trace.output_tokens
+
+        def answer_of(request_id: str) -> tuple[int, int]:
+            request = int(request_id)
+            return trace.filler(request), int(lengths[request])
+
+        self.executor = SimulatedExecutor(
+            clock=self.clock,
+            slots=schedule.max_running,
+            reader=FeatureReader(groups=cache.groups, slots=schedule.max_running),
+            answer_of=answer_of,
+            finish=self._done_s,
+            submit_s=self._before_s if options.host else nothing_s,
+            acceptance=options.acceptance,
+            seed=options.seed + index,
+            watch=watch,
+        )
+        self.witness = Witness(outcome, ended=ended)
+        self.loop = EngineLoop(
+            scheduler=self.scheduler, executor=self.executor, clock=self.clock.now, sinks=(self.witness,)
+        )
+
+    @property
+    def busy(self) -> bool:
+        return self.loop.busy
+
+    def wake(self, now: float) -> None:
+        """A request comes: a replica that rests lets its clock catch up."""
+        if not self.loop.busy and self.clock.now() < now:
+            self.witness.rested_until(now)
+            self.clock.advance(now - self.clock.now())
+
+    def turn(self) -> None:
+        """One turn of the engine's loop."""
+        collected = self.executor.collected
+        self.loop.run_once()
+        if self._host and self.executor.collected != collected:
+            self.clock.advance(self._times.host.after_s(rows=self.scheduler.running))
+
+    def _before_s(self, step: Step, features: Features) -> float:
+        return self._times.host.before_s(rows=features.rows, entered=len(step.enter))
+
+    def _done_s(self, step: Step, features: Features, begin_s: float) -> float:
+        times, outcome = self._times, self._outcome
+        seconds = times.device_s(features)
+        if self._noise:
+            seconds *= times.ratio(self._draw.random())
+        if features.tokens and not times.trustworthy(features):
+            outcome.untrusted_steps += 1
+            outcome.untrusted = outcome.untrusted or times.why_not(features) or ""
+        return begin_s + seconds
+
+
+def request_of(trace: Trace, index: int, *, sampling: SamplingParams) -> Request:
+    """One request of a trace, with made-up tokens."""
+    return Request(
+        id=str(index),
+        # A column instead of a tuple: a million prompts of thousands of tokens would be made of Python integers otherwise. The
+        # scheduler takes its length and copies it into a column of its own.
+        tokens=cast("tuple[int, ...]", trace.prompt(index)),
+        sampling=sampling,
+        max_tokens=int(trace.max_tokens[index]),
+        eos_ids=(END_TOKEN,),
+        priority=int(trace.priority[index]),
+        tenant=trace.tenants[trace.tenant[index]],
+        arrived_s=float(trace.arrival_s[index]),
+    )
+
+
+def simulate(
+    trace: Trace,
+    *,
+    schedule: SchedulePlan,
+    cache: CachePlan,
+    times: StepTime,
+    options: SimulateOptions | None = None,
+    progress: Callable[[int], None] | None = None,
+    watch: Callable[[int, Step, Features], None] | None = None,
+) -> Outcome:
+    """Runs a trace through as many engines as asked for and returns what each request lived through. Same arguments, same outcome.
+
+    `progress` is told now and then how many requests were sent; `watch` is shown every step with its replica. Requests that can never run
+    are in `Outcome.refused`.
+    """
+    options = options or SimulateOptions()
+    if options.replicas < 1:
+        raise UserError(f"{options.replicas} replicas cannot serve anything; give at least 1")
+    if options.router not in ROUTERS:
+        raise UserError(f"there is no router {options.router!r}, only {', '.join(ROUTERS)}")
+    began = time.perf_counter()
+    outcome = Outcome.empty(trace)
+    outcome.replicas, outcome.times = options.replicas, times.described()
+    outcome.router = options.router if options.replicas > 1 else ""
+    fleet = _Fleet(trace, outcome, schedule, cache, times, options, watch)
+    sampling = SamplingParams(temperature=0.0)
+    for index in range(len(trace)):
+        fleet.send(index, request_of(trace, index, sampling=sampling))
+        if progress is not None and index % 1024 == 0:
+            progress(index)
+    fleet.run_out()
+    outcome.wall_s = time.perf_counter() - began
+    return outcome
+
+
+def simulate_plan(
+    trace: Trace, plan: Plan, *, times: StepTime, options: SimulateOptions | None = None, **more: Any
+) -> Outcome:
+    """The same with a whole plan."""
+    return simulate(trace, schedule=plan.schedule, cache=plan.cache, times=times, options=options, **more)
+
+
+class _Fleet:
+    """Replicas and the router before them."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        outcome: Outcome,
+        schedule: SchedulePlan,
+        cache: CachePlan,
+        times: StepTime,
+        options: SimulateOptions,
+        watch: Callable[[int, Step, Features], None] | None,
+    ) -> None:
+        self._trace, self._outcome = trace, outcome
+        self._router: Router = ROUTERS[options.router](
+            replicas=options.replicas,
+            cache_tokens=(cache.pages[0] - 1) * cache.page_tokens,
+            load_bound=options.load_bound,
+        )
+        self._single = options.replicas == 1
+        self._over: list[tuple[float, int, int]] = []
+        """(when, replica, tokens) of requests that ended, which the router hears of at that time."""
+        self._due: list[tuple[float, int]] = []
+        """(clock, replica) of those that have something to do."""
+
+        def ended(replica: int) -> Callable[[int, float], None] | None:
+            if self._single:
+                return None
+            return lambda index, at_s: heapq.heappush(
+                self._over, (at_s, replica, int(trace.prompt_tokens[index] + trace.output_tokens[index]))
+            )
+
+        def watching(replica: int) -> Callable[[Step, Features], None] | None:
+            return None if watch is None else lambda step, features: watch(replica, step, features)
+
+        self._replicas = [
+            Replica(
+                schedule=schedule,
+                cache=cache,
+                times=times,
+                outcome=outcome,
+                options=options,
+                index=index,
+                ended=ended(index),
+                watch=watching(index),
+            )
+            for index in range(options.replicas)
+        ]
+
+    def send(self, index: int, request: Request) -> None:
+        """Lets every replica come to the request's arrival, then gives it to one of them."""
+        now = float(self._trace.arrival_s[index])
+        self._run_until(now)
+        if self._single:
+            place = 0
+        else:
+            while self._over and self._over[0][0] <= now:
+                _, replica, tokens = heapq.heappop(self._over)
+                self._router.ended(replica, tokens=tokens)
+            place = self._router.choose(self._trace.block_ids(index), block_tokens=self._trace.block_tokens)
+            self._router.sent(
+                place,
+                self._trace.block_ids(index),
+                block_tokens=self._trace.block_tokens,
+                tokens=int(self._trace.prompt_tokens[index] + self._trace.output_tokens[index]),
+            )
+            self._outcome.replica[index] = place
+        replica_chosen = self._replicas[place]
+        if not replica_chosen.busy:
+            replica_chosen.wake(now)
+            heapq.heappush(self._due, (replica_chosen.clock.now(), place))
+        replica_chosen.loop.post(Add(request))
+
+    def _run_until(self, now: float) -> None:
+        due = self._due
+        while due and due[0][0] < now:
+            _, place = due[0]
+            replica = self._replicas[place]
+            clock = replica.clock
+            # A replica that is alone on the way runs on without the heap.
+            limit = now if len(due) == 1 else min(now, due[1][0], due[2][0] if len(due) > 2 else now)
+            while True:
+                replica.turn()
+                if not replica.busy:
+                    heapq.heappop(due)
+                    break
+                if clock.now() >= limit:
+                    heapq.heapreplace(due, (clock.now(), place))
+                    break
+
+    def run_out(self) -> None:
+        """Nothing comes any more: runs until everything has ended."""
+        self._run_until(float("inf"))
+        outcome = self._outcome
+        for replica in self._replicas:
+            replica.loop.close()
+            outcome.device_busy_s += replica.executor.busy_s
+            outcome.gaps += replica.executor.gaps
+            outcome.recomputed_tokens += replica.scheduler.recomputed_tokens
+            outcome.end_s = max(outcome.end_s, replica.clock.now())
