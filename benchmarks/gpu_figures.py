@@ -424,6 +424,39 @@ def ablation_table(result: Result) -> str:
     return "\n".join(lines)
 
 
+def check_section(result: Result) -> str:
+    """What gpu_check judged, line by line."""
+    verdicts = [line["verdict"] for line in result["lines"]]
+    head = f"{verdicts.count('PASS')} passed, {verdicts.count('FAIL')} failed, {verdicts.count('skip')} could not be looked at"
+    lines = ["### Correctness", "", f"{result['card']}, {result['date'][:10]}: {head}.", ""]
+    lines += ["| | part | what | found |", "|---|---|---|---|"]
+    for line in result["lines"]:
+        detail = line["detail"].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {line['verdict']} | {line['part']} | {line['name']} | {detail} |")
+    return "\n".join(lines)
+
+
+def trace_section(result: Result, *, picture: str | None) -> str:
+    """What gpu_trace saw of a steady decode."""
+    device, plain = result["device"], result.get("plain")
+    if not device.get("events"):
+        return f"### A steady decode of {result['model']}\n\nThe trace has no device events."
+    text = f"{result['rows']} rows, {result['steps']} steps: the device stands still {device['idle_share']:.1%} of a traced decode"
+    if plain and "idle_share_untraced" in device:
+        text += (
+            f" and {device['idle_share_untraced']:.1%} of an untraced one ({plain['wall_us_per_step']:.0f} us a step)"
+        )
+    kinds = ", ".join(f"{kind} {us:.0f}" for kind, us in device["by_kind_us_per_step"].items())
+    lines = [
+        f"### A steady decode of {result['model']}",
+        "",
+        f"{text}. Microseconds of a step by kind of kernel: {kinds}.",
+    ]
+    if picture is not None:
+        lines += ["", f"![kernels of six steps]({picture})"]
+    return "\n".join(lines)
+
+
 # ----------------------------------------------------------------------------------------------------------------- plot
 
 OURS, MUST_COLOUR = "#2f6fb0", "#c0392b"

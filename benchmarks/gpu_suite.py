@@ -589,7 +589,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the arguments ask for; returns the exit code."""
     arguments = parsed(argv)
     if arguments.start_only or arguments.ceilings_only:
-        print(json.dumps(start_only(arguments) if arguments.start_only else ceilings_only(arguments)), flush=True)
+        print(
+            json.dumps(start_only(arguments) if arguments.start_only else ceilings_only(arguments), default=float),
+            flush=True,
+        )
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     import gpu_figures
@@ -880,7 +883,7 @@ def save(result: dict[str, Any], path: Path | None) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps(result, indent=1, default=float) + "\n", encoding="utf-8")
     beside.replace(path)
 
 
@@ -891,7 +894,8 @@ def report(folder: Path, *, into: Path | None) -> int:
     """Prints the tables of all results of a folder, newest last; `into` takes them between its two marks instead."""
     import gpu_figures
 
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("gpu-*.json"))]
+    paths = sorted(folder.glob("gpu-*.json"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     # Runs with choices pinned or with less work are experiments, not results.
     suites = [one for one in found if one.get("kind") == "suite" and one["scale"] == "full"]
     suites = [one for one in suites if not one["off"] and not one["means"]]
@@ -908,6 +912,14 @@ def report(folder: Path, *, into: Path | None) -> int:
                 gpu_figures.ablation_table(one),
                 "",
             ]
+    for path, one in zip(paths, found, strict=True):
+        if one.get("kind") == "trace":
+            drawn = path.with_suffix(".png")
+            # Links are from the page that takes the figures.
+            picture = os.path.relpath(drawn, (into or folder / "x").parent) if drawn.is_file() else None
+            parts += [gpu_figures.trace_section(one, picture=picture), ""]
+        elif one.get("kind") == "check":
+            parts += [gpu_figures.check_section(one), ""]
     text = "\n".join(parts).rstrip() + "\n"
     if into is None:
         print(text)

@@ -36,10 +36,15 @@ SHORT_GAP_US = 1.0
 """A pause shorter than this is the launch of the next kernel and is not shaded."""
 
 KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("attention", ("attention", "decode_", "prefill_", "attend", "merge"), "#d9822b"),
-    ("matmul", ("gemm", "gemv", "skinny", "tile", "nvjet", "cutlass", "matmul", "splitk", "linear"), "#2f6fb0"),
-    ("norm, rope, activation", ("norm", "rope", "silu", "gelu", "mul", "write", "quant"), "#3a8f5c"),
-    ("sampling", ("sample", "greedy", "logprob", "argmax", "draw", "threshold", "penal", "top"), "#8e5ea2"),
+    (
+        "layout",
+        ("lay_out", "fetch_header", "publish", "scatter_kernel", "write_entries", "write_rows"),
+        "#5b8a9a",
+    ),
+    ("attention", ("attention", "_decode_kernel", "_prefill_kernel", "attend", "merge"), "#d9822b"),
+    ("matmul", ("gemm", "gemv", "_tile_kernel", "nvjet", "cutlass", "matmul", "splitk", "_fixed_kernel"), "#2f6fb0"),
+    ("norm, rope, activation", ("norm", "rope", "gated", "quant", "_add_kernel"), "#3a8f5c"),
+    ("sampling", ("sample", "draw", "steer", "resolve", "narrow", "logprob", "greedy", "argmax"), "#8e5ea2"),
     ("copies", ("memcpy", "memset", "copy"), "#c0392b"),
 )
 OTHER = ("other", "#7b8794")

@@ -5,7 +5,7 @@
     PYTHONPATH=src python benchmarks/kernel_rounds.py --dry                            no GPU: compiles every candidate for sm_90
 
     fixed     the batch-invariant matmul against cuBLAS          rows      attention of one-token rows, bf16 and FP8 keys
-    onerow    FP8 weights, one input row                         longrows  attention of long rows
+    onerow    one input row, FP8 weights and norms                longrows  attention of long rows
     sampler   flat and peaked logits                             steps     whole decode steps, with the best constants found just before
 
 Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py, which also measures everything else).
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import kernels as base
@@ -48,10 +48,10 @@ class Candidate:
 # ------------------------------------------------------------------------------------------------------------- matmuls
 
 
-def eight_matrices() -> list[tuple[str, int, int, bool]]:
-    """(name, outputs, depth, gated) of the 8B model's layer."""
-    e, f, q = EIGHT.hidden, EIGHT.intermediate, EIGHT.heads * EIGHT.head_dim
-    return [("qkv", EIGHT.qkv, e, False), ("o", e, q, False), ("gate_up", f, e, True), ("down", e, f, False)]
+def layer_matrices(model: Shape) -> list[tuple[str, int, int, bool]]:
+    """(name, outputs, depth, gated) of a layer."""
+    e, f, q = model.hidden, model.intermediate, model.heads * model.head_dim
+    return [("qkv", model.qkv, e, False), ("o", e, q, False), ("gate_up", f, e, True), ("down", e, f, False)]
 
 
 def weights_of(bench: Bench, rows: int, depth: int, *, fp8: bool, most: int = 64) -> list[tuple]:
@@ -77,7 +77,7 @@ def fixed_candidates(bench: Bench) -> Iterator[Candidate]:
         TileConfig(64, 128, 128, 1, 8, 3),
         TileConfig(32, 64, 128, 1, 4, 4),
     ]
-    for name, features, depth, gated in eight_matrices():
+    for name, features, depth, gated in layer_matrices(EIGHT):
         if name == "qkv":
             continue
         rows_w = features * (2 if gated else 1)
@@ -126,9 +126,19 @@ def onerow_configs(name: str) -> list[GemvConfig]:
     return [*found, half(16, 1024, 8, 2) if name == "down" else half(8, 256, 2, 4)]
 
 
+def normed_configs(now: GemvConfig) -> list[GemvConfig]:
+    """bf16 weights that meet a float32 input: with narrow loads they are held alike."""
+    return [
+        replace(now, narrow=True), GemvConfig(now.rows, 512, 4, narrow=True), GemvConfig(2 * now.rows, 512, 4, narrow=True),
+        GemvConfig(now.rows, 1024, 4, narrow=True), GemvConfig(now.rows, 1024, 8, narrow=True),
+    ]  # fmt: skip
+
+
 def onerow_candidates(bench: Bench) -> Iterator[Candidate]:
-    for name, features, depth, gated in eight_matrices():
-        pairs = weights_of(bench, features * (2 if gated else 1), depth, fp8=True)
+    every = [(EIGHT, True, matrix) for matrix in layer_matrices(EIGHT)]
+    every += [(m, False, matrix) for m in MODELS for matrix in layer_matrices(m) if matrix[0] in ("qkv", "gate_up")]
+    for model, fp8, (name, features, depth, gated) in every:
+        pairs = weights_of(bench, features * (2 if gated else 1), depth, fp8=fp8)
         gain = bench.normal(depth, dtype=F32) if name in ("qkv", "gate_up") else None
         x = bench.normal(1, depth, dtype=F32 if gain is not None else BF16)
         out = bench.normal(1, features, dtype=F32 if gain is None else BF16)
@@ -138,8 +148,8 @@ def onerow_candidates(bench: Bench) -> Iterator[Candidate]:
             if gain is not None:
                 xs = xs * torch.rsqrt(xs.square().mean(1, keepdim=True) + 1e-5) * gain.double()
             truth = product(xs, pairs[0], gated=gated)
-        now = tuned(DEFAULT).gemv(features, depth, fp8=True)
-        for config in (now, *(c for c in onerow_configs(name) if c != now)):
+        now = tuned(DEFAULT).gemv(features, depth, fp8=fp8)
+        for config in (now, *(c for c in (onerow_configs(name) if fp8 else normed_configs(now)) if c != now)):
 
             def call(pair, target, residual, config=config, x=x, gain=gain, gated=gated):
                 skinny.skinny_linear(
@@ -154,8 +164,16 @@ def onerow_candidates(bench: Bench) -> Iterator[Candidate]:
 
             residual = out if gain is None else None
             calls = [lambda pair=pair, call=call, out=out, r=residual: call(pair, out, r) for pair in pairs]
-            case = Case("onerow", f"8b fp8 {name}", tag(config), calls, bytes=pairs[0][0].numel(), error=error)
-            yield Candidate(case, config, config == now, ("onerow", name))
+            amount = pairs[0][0].numel() * pairs[0][0].element_size()
+            case = Case(
+                "onerow",
+                f"{model.name} {name}" + (" fp8" if fp8 else ""),
+                tag(config),
+                calls,
+                bytes=amount,
+                error=error,
+            )
+            yield Candidate(case, config, config == now, ("onerow", model.name, fp8, name))
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -177,7 +195,16 @@ def rows_configs(batch: int, *, fp8: bool) -> list[DecodeConfig]:
     else:
         shapes = [(1, 64, 4, 3), (1, 64, 4, 5), (1, 64, 4, 7), (1, 128, 8, 5), (1, 32, 2, 7)]
     if fp8 and batch > 1:
-        shapes = [(1, 64, 4, 3), (1, 64, 4, 5), (1, 64, 4, 7), (1, 64, 8, 5), (1, 128, 8, 5), (1, 128, 4, 5), (1, 32, 2, 7), (1, 32, 4, 7)]
+        shapes = [
+            (1, 64, 4, 3),
+            (1, 64, 4, 5),
+            (1, 64, 4, 7),
+            (1, 64, 8, 5),
+            (1, 128, 8, 5),
+            (1, 128, 4, 5),
+            (1, 32, 2, 7),
+            (1, 32, 4, 7),
+        ]
     return [DecodeConfig(*shape) for shape in shapes]
 
 
@@ -198,7 +225,9 @@ def rows_candidates(bench: Bench) -> Iterator[Candidate]:
             some = sorted({0, batch // 2, batch - 1})
             truth = None
             if not bench.dry:
-                found = base.attention_truth(q, k, v, starts, lengths, table[:batch], heads=heads, scale=dim**-0.5, rows=some)
+                found = base.attention_truth(
+                    q, k, v, starts, lengths, table[:batch], heads=heads, scale=dim**-0.5, rows=some
+                )
                 truth = torch.cat(found)
             now = tuned(DEFAULT).decode(batch, context)
             for config in (now, *(c for c in rows_configs(batch, fp8=kv == FP8) if c != now)):
@@ -278,9 +307,7 @@ def longrows_candidates(bench: Bench) -> Iterator[Candidate]:
                 assert target.isfinite().all()
                 return difference(target[-256:], truth)
 
-            case = Case(
-                "longrows", op, tag(config), [lambda call=call, out=out: call(out)], flops=flops, error=error
-            )
+            case = Case("longrows", op, tag(config), [lambda call=call, out=out: call(out)], flops=flops, error=error)
             yield Candidate(case, config, config == now, ("longrows", op))
         if new == context and not bench.dry:
             qc = q.view(rows, new, -1, dim).transpose(1, 2)
@@ -309,7 +336,10 @@ def sampler_candidates(bench: Bench) -> Iterator[Candidate]:
             all_values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9} | values
             kind = {"top_k": torch.int32, "seed": torch.int64, "position": torch.int64}
             return sampling.DeviceColumns(
-                **{n: torch.full((rows,), v, dtype=kind.get(n, F32), device=bench.device) for n, v in all_values.items()}
+                **{
+                    n: torch.full((rows,), v, dtype=kind.get(n, F32), device=bench.device)
+                    for n, v in all_values.items()
+                }
             )
 
         for form, logits in (("flat", flat), ("peaked", peaked)):
@@ -340,8 +370,8 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
 def one_row_sets(best: dict[tuple, list]) -> dict[str, dict]:
     """Constants of the four matmuls by how they multiply: the best of each kind, and of all."""
     sets: dict[str, dict] = {"narrow": {}, "half": {}, "best": {}}
-    for name, *_ in eight_matrices():
-        ranked = best.get(("onerow", name)) or onerow_configs(name)
+    for name, *_ in layer_matrices(EIGHT):
+        ranked = best.get(("onerow", EIGHT.name, True, name)) or onerow_configs(name)
         sets["narrow"][name] = next(c for c in ranked if c.narrow and not c.half)
         sets["half"][name] = next(c for c in ranked if c.half)
         sets["best"][name] = ranked[0]
@@ -369,6 +399,24 @@ def step_candidates(bench: Bench, best: dict[tuple, list]) -> Iterator[tuple]:
             step.config = config | matmuls
             yield step, name, {}, False
         del step
+    for model in (BY_NAME["qwen3-0.6b"], EIGHT):
+        for context in (256, 1024):
+            step, config = built(model, 1, context, False)
+            yield step, "tuned now", {}, True
+            for splits, block_n, warps in (
+                ((8, 32, 4), (8, 64, 4), (4, 64, 4))
+                if context == 256
+                else ((16, 64, 4), (16, 32, 4), (32, 32, 4), (8, 64, 4))
+            ):
+                step.config = config | {"decode": DecodeConfig(splits, block_n, warps, 2)}
+                yield step, tag(step.config["decode"]), {}, False
+            step.config = config | {
+                name: best[key][0]
+                for name in ("qkv", "gate_up")
+                if (key := ("onerow", model.name, False, name)) in best
+            }
+            yield step, "best qkv and gate_up", {}, False
+            del step
     for model, fp8, rows in (
         (EIGHT, False, 8), (EIGHT, False, 32), (EIGHT, True, 32), (BY_NAME["qwen3-0.6b"], False, 8), (BY_NAME["qwen3-0.6b"], False, 32),
     ):  # fmt: skip
@@ -411,7 +459,10 @@ def main() -> None:
                 try:
                     candidate.case.calls[0]()
                 except Exception as problem:
-                    print(f"{candidate.case.op} {candidate.case.candidate}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
+                    print(
+                        f"{candidate.case.op} {candidate.case.candidate}: {type(problem).__name__}: {str(problem)[:300]}",
+                        flush=True,
+                    )
                 seen += 1
         if "steps" in groups:
             for index, (step, _, options, _) in enumerate(step_candidates(bench, {})):
@@ -478,7 +529,12 @@ def main() -> None:
         truth = previous = None
         for step, candidate, options, off in step_candidates(bench, best):
             context = int(step.lengths[0])
-            row = {"model": step.model.name + (" fp8" if step.fp8 else ""), "rows": step.rows, "context": context, "candidate": candidate}
+            row = {
+                "model": step.model.name + (" fp8" if step.fp8 else ""),
+                "rows": step.rows,
+                "context": context,
+                "candidate": candidate,
+            }
             row["off"] = off
             try:
                 if step.rows <= 8:

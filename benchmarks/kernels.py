@@ -4,6 +4,8 @@
     PYTHONPATH=src python benchmarks/kernels.py --only skinny,decode               some groups
     PYTHONPATH=src python benchmarks/kernels.py --dry                              no GPU: compiles every candidate for sm_90, runs none
 
+Open questions only, in minutes: benchmarks/kernel_rounds.py.
+
 Knows: shapes of three dense models, the bytes and operations an op cannot avoid, candidates of each op. Times are those of a CUDA graph
 that runs the op on enough different buffers to defeat the L2 cache. `--shards n` compiles candidates in n processes first.
 """

@@ -5,7 +5,7 @@
     PYTHONPATH=src compute-sanitizer --tool racecheck python benchmarks/sanitize.py --only matmuls,attention
     PYTHONPATH=src compute-sanitizer --tool initcheck python benchmarks/sanitize.py         reads of memory that nothing wrote
 
-Set PYTORCH_NO_CUDA_MEMORY_CACHING=1 as well: then every tensor is allocated by itself, and an access beyond a tensor is one beyond an allocation.
+Set PYTORCH_NO_CUDA_MEMORY_CACHING=1 as well: then every tensor is allocated by itself, and what lies beyond it is nobody's.
 Sizes are ragged on purpose: rows, columns and keys that are no multiple of a tile. Results are checked for NaN only; tests/gpu and
 tests/kernels know the truth.
 """
@@ -127,13 +127,22 @@ def attention(make: Small) -> None:
             checked(out)
         starts, tokens = make.ints([0, 1, 41, 141]), 141
         q, many = make.normal(tokens, heads * dim), make.normal(tokens, heads * dim)
-        configs = [PrefillConfig(64, 64, 4, 2)]
-        configs += [
-            PrefillConfig(64, 64, 4, 3, True), PrefillConfig(128, 64, 8, 3, True, pairs=True), PrefillConfig(128, 64, 8, 3, True, registers=128)
+        configs = [
+            PrefillConfig(64, 64, 4, 2), PrefillConfig(64, 64, 4, 3, True), PrefillConfig(128, 64, 8, 3, True, pairs=True),
+            PrefillConfig(128, 64, 8, 3, True, registers=128),
         ]  # fmt: skip
         for config in configs:
             prefill.paged_prefill(
-                q, k, v, query_start=starts, lengths=lengths, page_table=table, heads=heads, scale=0.1, out=many, config=config
+                q,
+                k,
+                v,
+                query_start=starts,
+                lengths=lengths,
+                page_table=table,
+                heads=heads,
+                scale=0.1,
+                out=many,
+                config=config,
             )
             checked(many)
     qkv, slots = make.normal(3, (heads + 2 * groups) * dim), make.ints([64, 130, 255])
@@ -173,9 +182,18 @@ def sampler(make: Small) -> None:
         "write_slots": make.zeros(10), "page_table": make.zeros(rows, 4), "total": make.zeros(1),
     }  # fmt: skip
     step.lay_out(
-        make.ints([0, 2, 3]), make.ints([5, 0, 100]), make.ints([1, 7, 2]), make.ints([3]), tokens, table, page_tokens=64, **made
+        make.ints([0, 2, 3]),
+        make.ints([5, 0, 100]),
+        make.ints([1, 7, 2]),
+        make.ints([3]),
+        tokens,
+        table,
+        page_tokens=64,
+        **made,
     )
-    step.store_sampled(out, make.ints([0, 2, 3]), make.ints([6, 7, 102]), make.ints([3]), tokens=tokens, known=make.zeros(slots))
+    step.store_sampled(
+        out, make.ints([0, 2, 3]), make.ints([6, 7, 102]), make.ints([3]), tokens=tokens, known=make.zeros(slots)
+    )
 
 
 GROUPS: dict[str, Callable[[Small], None]] = {

@@ -251,13 +251,12 @@ def _on_gpu(
             graphs=plan.numerics.graphs,
             grammars=grammars,
         )
+    rows = [rows for rows in FIRST_ROWS if rows <= plan.schedule.max_running]
+    tokens = [tokens for tokens in FIRST_TOKENS if tokens <= plan.schedule.max_tokens_per_step]
     with phases("kernels"):
-        runner.compile(threads=min(16, plan.hardware.cores))
+        runner.prepare(rows, prompt_sizes=tokens, threads=min(16, plan.hardware.cores))
     with phases("graphs"):
-        runner.warm(
-            [rows for rows in FIRST_ROWS if rows <= plan.schedule.max_running],
-            prompt_sizes=[tokens for tokens in FIRST_TOKENS if tokens <= plan.schedule.max_tokens_per_step],
-        )
+        runner.warm(rows, prompt_sizes=tokens)
     return DeviceExecutor(runner, at_close=close)
 
 

@@ -82,7 +82,9 @@ def from_server(url: str, name: str | None, count: int, *, key: str | None = Non
         found = msgspec.json.decode(body, type=dict[str, list[ItemisedReceipt]])
         return found.get("receipts", [])
     except msgspec.DecodeError as error:
-        raise UserError(f"{url}{path} answers with something that is no receipt ({error}); is it a Tradewind server?") from None
+        raise UserError(
+            f"{url}{path} answers with something that is no receipt ({error}); is it a Tradewind server?"
+        ) from None
 
 
 def from_journal(folder: Path, name: str | None, count: int) -> list[ItemisedReceipt]:
@@ -121,7 +123,9 @@ def get(url: str, path: str, *, key: str | None = None, timeout_s: float = 10.0)
         return answer.status, answer.read()
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise UserError(f"no server answers at {url}: {why}; start one with tradewind serve, or name another with --url") from None
+        raise UserError(
+            f"no server answers at {url}: {why}; start one with tradewind serve, or name another with --url"
+        ) from None
     finally:
         connection.close()
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tradewind.config.plan import Plan
     from tradewind.engine.wire import Located, Ready, Start
     from tradewind.observability.hub import Hub
+    from tradewind.observability.journal import JournalWriter
     from tradewind.serving.http.front import Front
     from tradewind.serving.supervisor import Launched, Supervisor
     from tradewind.serving.tokenizer import TextTokenizer
@@ -70,6 +71,10 @@ class ServeOptions:
     """A line for each finished request."""
     otlp_endpoint: str | None = None
     """Where spans are sent; None: nowhere."""
+    record: Path | None = None
+    """A folder for a journal of the traffic."""
+    record_raw: bool = False
+    """With the tokens of prompts and answers in it."""
     faults: bool = False
 
 
@@ -182,13 +187,17 @@ def _serve_beside(
         max_tokens_per_step=ready.schedule.max_tokens_per_step,
     )
     engine.on_reports = hub.take_reports
+    journal = _journal(options, parts, ready)
+    if journal is not None:
+        hub.on_itemised = journal.take_itemised
+        log.info(f"recording {'raw' if options.record_raw else 'redacted'} traffic to {options.record}")
 
     def tell_ready() -> None:
         log.info(phases.end("http"))
         log.info(f"ready on {url_of(listener)}")
 
     server = FrontServer(
-        parts.front(ready, client=engine, hub=hub),
+        parts.front(ready, client=engine, hub=hub, journal=journal),
         engine,
         ready=ready,
         patience=Patience(
@@ -208,6 +217,23 @@ def _serve_beside(
         raise _no_listener(error, options.host, options.port) from None
     finally:
         hub.close()
+        if journal is not None:
+            journal.close()
+
+
+def _journal(options: ServeOptions, parts: FrontParts, ready: Ready) -> JournalWriter | None:
+    """The journal that was asked for. Raises UserError when it cannot be written."""
+    if options.record is None:
+        return None
+    from tradewind.observability.journal import JournalWriter
+
+    return JournalWriter(
+        options.record,
+        model=parts.names[0],
+        vocab_size=parts.vocab_size,
+        block_tokens=ready.cache.page_tokens,
+        raw=options.record_raw,
+    )
 
 
 def launch() -> Launched:
@@ -281,7 +307,12 @@ class FrontParts:
 
         return None if self._plan is None else structs.replace(self._plan, model=self.names[0])
 
-    def front(self, ready: Ready, *, client: Supervisor, hub: Hub) -> Front:
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._vocab_size
+
+    def front(self, ready: Ready, *, client: Supervisor, hub: Hub, journal: JournalWriter | None = None) -> Front:
         """The whole, when the engine is ready."""
         from tradewind.serving.http.front import Front, Options
         from tradewind.serving.intake import Intake, Limits
@@ -315,6 +346,7 @@ class FrontParts:
             open_paths=OPEN_PATHS,
             metrics=hub.metrics.text,
             on_receipt=hub.take_receipt,
+            on_record=None if journal is None else journal.take,
             receipts=hub.receipts.json,
             slowest=hub.receipts.slowest_json,
             created_s=int(time.time()),

@@ -179,7 +179,12 @@ def open_llm(folder: Path, *, asynchronous: bool = False, **options: Any) -> Any
 
 def nothing_is_held(llm: LLM) -> bool:
     """Whether no request is open and every page is free or kept by the prefix cache alone."""
-    scheduler = llm.engine.client._loop.scheduler
-    llm.forget()
+    return nothing_is_held_by(llm.engine)
+
+
+def nothing_is_held_by(engine: Engine) -> bool:
+    """The same for an engine without its Python face."""
+    scheduler = engine.client._loop.scheduler
+    engine.client.forget()
     pools = scheduler.cache.pools
     return scheduler.idle and scheduler.unfinished == 0 and all(pool.free == pool.total - 1 for pool in pools)

@@ -80,6 +80,9 @@ def configs() -> dict[str, Any]:
         "qwen3-biased": t.Qwen3Config(**TINY, head_dim=16, attention_bias=True),
         "llama-dynamic": t.LlamaConfig(**TINY, rope_parameters=dict(DYNAMIC)),
         "llama-longrope": t.LlamaConfig(**TINY, rope_parameters=dict(LONGROPE)),
+        "gpt_oss": t.GptOssConfig(
+            **TINY, head_dim=32, num_local_experts=6, sliding_window=24, rope_parameters={**YARN, "truncate": False}
+        ),
         "granite": t.GraniteConfig(**TINY, attention_multiplier=0.1, attention_bias=True, mlp_bias=True),
         "granite-tied": t.GraniteConfig(**TINY, tie_word_embeddings=True, logits_scaling=8.0),
         "mixtral": t.MixtralConfig(**TINY, num_local_experts=6),
@@ -137,9 +140,12 @@ def test_card_agrees_with_transformers(case: str, tmp_path: Path) -> None:
         experts = getattr(layer.mlp, "experts", None)
         assert (card.moe is not None and card.moe.layers[index]) == (experts is not None)
         if card.moe is not None and experts is not None:
-            assert experts.down_proj.shape == (card.moe.experts, card.hidden, card.moe.intermediate)
-            assert card.moe.per_token == layer.mlp.gate.top_k
-            assert card.moe.normalised == getattr(layer.mlp.gate, "norm_topk_prob", True)
+            router = layer.mlp.router if card.family == "gpt_oss" else layer.mlp.gate
+            assert experts.down_proj.numel() == card.moe.experts * card.hidden * card.moe.intermediate
+            assert card.moe.per_token == router.top_k
+            assert card.moe.normalised == getattr(router, "norm_topk_prob", True)
+            assert card.moe.biases == hasattr(router, "bias")
+    assert card.attention_sinks == hasattr(attention, "sinks")
     if hasattr(attention, "q_norm"):
         assert attention.q_norm.weight.numel() == card.head_dim * (card.heads if card.qk_norm_whole else 1)
     assert (card.qk_norm or card.qk_norm_whole) == hasattr(attention, "q_norm")
@@ -195,7 +201,10 @@ def inverse_frequencies(rope: RopeFacts, head_dim: int) -> tuple[np.ndarray, flo
     def dim_of(turns: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = max(0, math.floor(dim_of(rope.beta_fast))), min(head_dim - 1, math.ceil(dim_of(rope.beta_slow)))
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(0, low), min(head_dim - 1, high)
     keep = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
     attention = rope.attention_factor or 0.1 * math.log(rope.factor) + 1.0
     return base / rope.factor * (1 - keep) + base * keep, attention
@@ -352,6 +361,18 @@ def test_experts_are_checked() -> None:
         assert message in str(refusal.value)
 
 
+def test_gpt_oss_without_rope_scaling_is_refused() -> None:
+    """Plain rope would be another model, and no published file means it."""
+    base = {"model_type": "gpt_oss", **TINY, "head_dim": 16}
+    with pytest.raises(CardError, match="'rope_scaling' is missing"):
+        card_from_hf(base, name="x")
+    scaled = {**base, "rope_scaling": {key: value for key, value in YARN.items() if key != "rope_theta"}}
+    card = card_from_hf(scaled, name="x")
+    assert (card.rope.theta, card.layer_windows) == (150000.0, (128, None, 128, None))
+    with pytest.raises(CardError, match="'swiglu_limit' is 6"):
+        card_from_hf({**scaled, "swiglu_limit": 6}, name="x")
+
+
 def test_gemma2_that_omits_defaults() -> None:
     """Published files leave out the caps or state them; null turns them off."""
     base = {"model_type": "gemma2", **TINY, "head_dim": 32}
@@ -451,6 +472,7 @@ FIELDS = [
             "gemma2",
             "gemma3",
             "gemma3_text",
+            "gpt_oss",
             "granite",
             "llama",
             "mistral",

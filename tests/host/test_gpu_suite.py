@@ -282,7 +282,13 @@ def test_a_report_renews_the_figures_of_a_page(scripts: SimpleNamespace, tmp_pat
         "other": {"turned": {"x": 1}, "workloads": {}, "error": "refused"},
     }
     ablation = {"kind": "ablation", "model": "qwen3-0.6b", "quantization": "none", "runs": runs}
-    for name, result in (("gpu-b", old), ("gpu-a", new), ("gpu-c", ablation)):
+    line = {"part": "load", "name": "nothing is kept", "verdict": "PASS", "detail": "held: 0 | 0"}
+    check = {"kind": "check", "card": "a card", "date": "2026-11-30", "lines": [line]}
+    trace = {"kind": "trace", "model": "qwen3-0.6b", "rows": 64, "steps": 20, "plain": {"wall_us_per_step": 81.0}}
+    events = scripts.trace.device_events(a_trace())
+    trace["device"] = {**scripts.trace.analysed(events, steps=20), "idle_share_untraced": 0.012}
+    named = (("gpu-b", old), ("gpu-a", new), ("gpu-c", ablation), ("gpu-d", check), ("gpu-e", trace))
+    for name, result in named:
         scripts.suite.save(result, tmp_path / f"{name}.json")
     page = tmp_path / "page.md"
     page.write_text(f"# Speed\n\n{scripts.suite.BEGIN}\nstale\n{scripts.suite.END}\n\nend\n")
@@ -293,6 +299,8 @@ def test_a_report_renews_the_figures_of_a_page(scripts: SimpleNamespace, tmp_pat
         assert "**3.21** ms" in text and "**3.95** ms" not in text, "the newer run of a model"
         assert "| graphs = False | W1 time per token, batch 1, ms | 2.50 | 1.00 | 2.50x |" in text
         assert "| x = 1 | not run: refused |" in text
+        assert "1 passed, 0 failed" in text and "| PASS | load | nothing is kept | held: 0 / 0 |" in text
+        assert "19.4% of a traced decode and 1.2% of an untraced one (81 us a step)" in text
     page.write_text("no marks")
     assert scripts.suite.report(tmp_path, into=page) == 2
 
@@ -435,7 +443,7 @@ def a_trace(*, steps: int = 20, period_us: float = 100.0) -> dict[str, Any]:
     kernels = (
         ("_embed", 0.0, 30.0),
         ("_gemv_kernel", 20.0, 30.0),
-        ("_decode_attention", 50.0, 15.0),
+        ("_decode_kernel", 50.0, 15.0),
         ("_greedy", 70.0, 15.0),
     )
     events: list[dict[str, Any]] = [{"cat": "cpu_op", "name": "host", "ts": -50.0, "dur": 9999.0}]

@@ -73,8 +73,7 @@ def entering(slot: int, *, grammar: str | None) -> Enter:
 
 class Measured(msgspec.Struct):
     features: Features
-    device_s: float
-    host_s: float = 0.0
+    took_s: float
 
 
 def made_up_steps(count: int, *, seed: int, noise: float = 0.0, most: int = 256) -> list[Features]:
@@ -227,7 +226,7 @@ def test_short_steps_count_as_much_as_long_ones() -> None:
 
 def test_outliers_do_not_move_the_fit() -> None:
     steps = measured(made_up_steps(500, seed=4), noise=0.02)
-    hurt = [Measured(s.features, s.device_s * (10 if i % 25 == 0 else 1)) for i, s in enumerate(steps)]
+    hurt = [Measured(s.features, s.took_s * (10 if i % 25 == 0 else 1)) for i, s in enumerate(steps)]
     median, p90 = relative_errors(fit(hurt, prior=flat_prior()), measured(made_up_steps(200, seed=5)))
     assert median < 0.03
     assert p90 < 0.08
@@ -247,7 +246,10 @@ def test_beyond_the_log_the_curve_goes_on_as_it_was_going() -> None:
 def test_more_of_anything_never_costs_less(name: str) -> None:
     model = fit(measured(made_up_steps(200, seed=8), noise=0.1), prior=flat_prior())
     base = Features(tokens=40, rows=20, prefill_tokens=20, decode_context=900, prefill_context=210, logit_rows=21)
-    times = [model.device_s(msgspec.structs.replace(base, **{name: getattr(base, name) + more})) for more in range(0, 9000, 300)]
+    times = [
+        model.device_s(msgspec.structs.replace(base, **{name: getattr(base, name) + more}))
+        for more in range(0, 9000, 300)
+    ]
     assert times == sorted(times)
 
 

@@ -133,7 +133,7 @@ def test_reference_by_hand() -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_clamped"])
 def test_plain_matches(activation: str, biased: bool) -> None:
     ops, w, (x, weights) = PlainOps(), made(), inputs(11)
     packed = w.packed(ops, "f32")
@@ -154,6 +154,26 @@ def test_cpp_matches(isa: int, tokens: int) -> None:
                 got = run(ops, w, packed, x, ids, weights, activation=activation, biased=biased)
                 truth = wanted(w, x, ids, weights, activation=activation, biased=biased)
                 assert error(got, truth) < OPS["experts"].tolerance, (name, threads)
+
+
+@pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)
+def test_clamped_swiglu(isa: int) -> None:
+    """With values on both sides of the cuts; a NaN passes through them."""
+    w, (x, weights) = made(), inputs(20)
+    ids = routings(20)["random"]
+    x *= 8
+    gates = np.einsum("xfe,te->txf", w.gate, x)
+    assert (gates > 7).mean() > 0.05
+    assert (np.abs(np.einsum("xfe,te->txf", w.up, x)) > 7).mean() > 0.1
+    with cpu_ops(threads=2, isa=isa) as ops:
+        packed = w.packed(ops, "f32")
+        got = run(ops, w, packed, x, ids, weights, activation="swiglu_clamped", biased=True)
+        truth = wanted(w, x, ids, weights, activation="swiglu_clamped", biased=True)
+        assert error(got, truth) < OPS["experts"].tolerance
+        x[3, 5] = np.nan
+        broken = run(ops, w, packed, x, ids, weights, activation="swiglu_clamped", biased=True)
+        assert np.isnan(broken[3]).all()
+        assert np.delete(broken, 3, 0).tobytes() == np.delete(got, 3, 0).tobytes()
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(32, 32), (48, 33), (80, 16), (64, 31), (1024, 48)])

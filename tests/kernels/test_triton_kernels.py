@@ -238,7 +238,10 @@ def test_tiles_with_fp8_inputs(rng):
     assert difference(out, exact) < BF16_TOLERANCE
 
 
-@pytest.mark.parametrize(("gated", "with_bias", "form"), [(True, True, "bf16"), (False, False, "bf16"), (False, True, "w8"), (True, False, "w8a8")])
+@pytest.mark.parametrize(
+    ("gated", "with_bias", "form"),
+    [(True, True, "bf16"), (False, False, "bf16"), (False, True, "w8"), (True, False, "w8a8")],
+)
 @pytest.mark.parametrize("depth", [128, 200])
 def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bias, form, depth):
     features, most = 72, 70
@@ -266,7 +269,11 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bi
         found[first, rows] = out
         assert difference(out, truth[here]) < BF16_TOLERANCE
     whole = found[0, 70]
-    assert torch.equal(found[0, 1], whole[:1]) and torch.equal(found[0, 5], whole[:5]) and torch.equal(found[69, 1], whole[69:])
+    assert (
+        torch.equal(found[0, 1], whole[:1])
+        and torch.equal(found[0, 5], whole[:5])
+        and torch.equal(found[69, 1], whole[69:])
+    )
     out = torch.full((most, features), 7.0, dtype=F32, device=DEVICE)
     skinny.fixed_linear(x, weight, out=out, scale=scale, x_scale=x_scale, bias=bias, gated=gated, count=ints([3]))
     assert (out[3:] == 7).all() and (out[:3] != 7).any(), "rows beyond count are left alone"
@@ -369,7 +376,9 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 24)])
 @pytest.mark.parametrize("extra", ["none", "window", "softcap", "sinks", "fp8"])
-@pytest.mark.parametrize(("block_n", "tma", "pairs"), [(16, False, False), (32, False, False), (16, True, False), (16, True, True)])
+@pytest.mark.parametrize(
+    ("block_n", "tma", "pairs"), [(16, False, False), (32, False, False), (16, True, False), (16, True, True)]
+)
 def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma, pairs):
     counts, lengths = [20, 1, 7], [20, 35, 60]
     kv = FP8 if extra == "fp8" else BF16

@@ -46,12 +46,14 @@ PAGE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SmallTiles(Tuning):
-    """Tiles for the tiny widths of these tests: K in steps of 16, in two pieces where that is possible."""
+    """Tiles for the tiny widths of these tests, in two pieces where that is possible. FP8 products want 32 columns a step."""
 
     def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
-        if rows > self.tile_rows or depth % 16:
+        if rows > self.tile_rows or depth % (32 if fp8 else 16):
             return None
-        return TileConfig(16, 32, 16, 2 if depth % 32 == 0 else 1, 4, 2)
+        if depth % 32:
+            return TileConfig(16, 32, 16, 1, 4, 2)
+        return TileConfig(16, 32, 32, 2 if depth % 64 == 0 else 1, 4, 2)
 
 
 LIBRARY = Tuning(multiprocessors=132, tile_rows=0)
@@ -664,6 +666,32 @@ def test_what_is_fused():
     assert "rope_angles" in unfused[0] and not any(w in line for line in unfused for w in ("residual", "+ norm"))
     wide = lines(runner, replace(FEW, rows=17, tokens=17))
     assert not any("+ rope" in line for line in wide), "many rows: rope is a launch of its own"
+
+
+def test_the_head_in_one_tape():
+    """One row: the last norm is folded into the head, which reads a shorter view of the hidden states."""
+    runner = Runner(CARDS["qwen3"], make_ops(tuning=TILES))
+    runner.step([(0, ids(0, 5))], LONE)
+    wanted = runner.step([(0, [7])], ONE)
+    runner.lengths[0] = 5
+    with runner.ops.record() as tape:
+        hidden = runner.model.forward(runner.batch)
+        runner.model.logits(hidden[:4], out=runner.logits[:4], count=runner.batch.tokens)
+    whole = [tape.program(bucket) for bucket in (ONE, FEW)]
+    assert "gemv [1, 64] -> 99 bf16 + norm" in whole[0].describe().splitlines()[-1]
+    for program in whole:
+        runner.logits.zero_()
+        program.run()
+        assert difference(runner.ops.host(runner.logits)[:1], wanted) < 0.02
+
+
+def test_norms_on_both_sides_are_one_launch():
+    card = CARDS["gemma3"]
+    runner = Runner(card, make_ops(tuning=TILES))
+    for bucket, each, folded in ((ONE, 7, 1), (FEW, 7, 0), (MIXED, 10, 0)):
+        found = lines(runner, bucket)
+        assert len(found) == 1 + each * card.layers + 1 - folded, found  # one row: the first norm is in its matmul
+        assert sum("+ delta normed" in line for line in found) == 2 * card.layers
 
 
 def test_the_chain_of_dependent_launches():

@@ -95,14 +95,20 @@ def test_card_says_what_the_family_is(tiny: Tiny, driver: Driver) -> None:
         assert [group.kind for group in driver.groups] == ["full", "window"]
         assert None not in (card.attention_softcap, card.logit_softcap)
         assert card.attention_scale != card.head_dim**-0.5
+    if name == "gpt_oss":
+        assert [group.kind for group in driver.groups] == ["full", "window"]
+        assert card.attention_sinks
+        assert card.moe is not None
+        assert card.moe.biases
+        assert not card.rope.truncate
     if name == "granite":
         assert 1.0 not in (card.embedding_scale, card.residual_scale, card.logit_scale)
         assert card.attention_scale == 0.2
     if name.startswith("olmo2"):
         assert card.qk_norm_whole
         assert not card.qk_norm
-    if "moe" in name or name == "mixtral":
-        assert card.moe is not None
+    assert (card.moe is not None) == ("moe" in name or name in ("gpt_oss", "mixtral"))
+    if card.moe is not None:
         assert (all(card.moe.layers)) == (name != "qwen2_moe_some")
         assert (card.moe.shared_intermediate > 0) == name.startswith("qwen2_moe")
         assert 1 < card.moe.per_token < card.moe.experts

@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -123,6 +125,17 @@ TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
             "tie_word_embeddings": True,
+        },
+    ),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            **rope("yarn", factor=8.0, original_max_position_embeddings=64, truncate=False),
         },
     ),
     "granite": (

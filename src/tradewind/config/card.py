@@ -33,6 +33,8 @@ class RopeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """LongRoPE: what each frequency is divided by in an engine whose texts stay within the original positions."""
     long_factors: tuple[float, ...] = ()
     """LongRoPE: the same for an engine that serves longer ones."""
+    truncate: bool = True
+    """YaRN: the bounds between which frequencies are blended are whole indices."""
     rotary_dims: int | None = None
     """None: the whole head."""
 
@@ -60,6 +62,8 @@ class MoeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A group is as good as the sum of its best `group_top` scores."""
     correction: bool = False
     """A bias for each expert is added to its score where experts are chosen, not where they are weighed (DeepSeek-V3)."""
+    biases: bool = False
+    """Router and experts add biases."""
     shared_intermediate: int = 0
     """Inner size of the expert that every token visits; 0: none."""
     shared_gate: bool = False
@@ -83,7 +87,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_positions: int
     norm_eps: float
     tied_embeddings: bool
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"] = "silu"
     rope: RopeFacts = RopeFacts()
     rope_local: RopeFacts | None = None
     """Rope of the windowed layers when it differs (Gemma 3)."""
@@ -107,6 +111,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     attention_scale: float | None = None
     """None: 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
+    attention_sinks: bool = False
+    """Each head has one more score in its softmax, which no value answers to (gpt-oss)."""
     logit_softcap: float | None = None
     moe: MoeFacts | None = None
     """None: every layer's MLP is one of `intermediate`."""

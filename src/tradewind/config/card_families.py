@@ -45,6 +45,8 @@ class HFFamily(msgspec.Struct, frozen=True, kw_only=True):
     activation_field: str = "hidden_act"
     activation: str = "silu"
     """The only one that this family is computed with."""
+    quantised: tuple[str, ...] = ()
+    """Ways of quantising (`quant_method`) whose tensors this family reads."""
     own_local_rope: bool = False
     """Windowed layers have a rope of their own."""
     omitted: Mapping[str, object] = msgspec.field(default_factory=dict)
@@ -133,6 +135,30 @@ def qwen3_moe(fields: Fields, shape: Shape) -> dict[str, Any]:
     }
 
 
+def gpt_oss(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Biases and sinks everywhere, windows in every second layer."""
+    for field, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if fields.number(field, default=only) != only:
+            raise fields.refuse(field, f"{only:g}, the only one that is supported")
+    if not fields.has("rope_scaling") and not fields.has("rope_parameters"):
+        raise fields.refuse("rope_scaling", "an object: no file of this family goes without it")
+    bias = fields.flag("attention_bias", default=True)
+    moe = MoeFacts(
+        **experts_and_chosen(fields, ("num_local_experts", "num_experts"), experts=128, per_token=4),
+        intermediate=fields.whole("intermediate_size"),
+        layers=(True,) * shape.layers,
+        biases=True,
+    )
+    return {
+        "activation": "swiglu_clamped",
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "attention_sinks": True,
+        "layer_windows": every_second_full(fields, shape, default=128),
+        "moe": moe,
+    }
+
+
 def gemma2(fields: Fields, shape: Shape) -> dict[str, Any]:
     """Every second layer full, both caps on where the file does not say otherwise (null says none)."""
     facts = gemma(fields, shape)
@@ -141,16 +167,18 @@ def gemma2(fields: Fields, shape: Shape) -> dict[str, Any]:
         ("final_logit_softcapping", "logit_softcap", 30.0),
     ):
         facts[name] = fields.optional_number(field) if field in fields.values else usual
-    return {**facts, "layer_windows": gemma_windows(fields, shape, pattern=2)}
+    return {**facts, "layer_windows": every_second_full(fields, shape, default=4096)}
 
 
 def gemma3(fields: Fields, shape: Shape) -> dict[str, Any]:
     """Every sixth layer full, norms on q and k."""
+    window = fields.whole("sliding_window", default=4096)
     pattern = fields.whole("sliding_window_pattern", default=fields.whole("_sliding_window_pattern", default=6))
+    listed = listed_windows(fields, layers=shape.layers, window=window)
     return {
         **gemma(fields, shape),
         "qk_norm": True,
-        "layer_windows": gemma_windows(fields, shape, pattern=pattern),
+        "layer_windows": every_nth_full(shape.layers, window=window, pattern=pattern) if listed is None else listed,
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
     }
@@ -177,11 +205,11 @@ def gemma(fields: Fields, shape: Shape) -> dict[str, Any]:
     }
 
 
-def gemma_windows(fields: Fields, shape: Shape, *, pattern: int) -> tuple[int | None, ...]:
-    """`layer_types`, else every `pattern`-th layer full."""
-    window = fields.whole("sliding_window", default=4096)
+def every_second_full(fields: Fields, shape: Shape, *, default: int) -> tuple[int | None, ...]:
+    """`layer_types`, else a window in the first layer, none in the second, and so on."""
+    window = fields.whole("sliding_window", default=default)
     listed = listed_windows(fields, layers=shape.layers, window=window)
-    return every_nth_full(shape.layers, window=window, pattern=pattern) if listed is None else listed
+    return every_nth_full(shape.layers, window=window, pattern=2) if listed is None else listed
 
 
 def qwen_window(fields: Fields) -> int | None:
@@ -272,6 +300,9 @@ HF_FAMILIES: dict[str, HFFamily] = {
     "gemma2": HFFamily(family="gemma2", facts=gemma2, omitted=GEMMA2_OMITTED, **GEMMA),
     "gemma3_text": HFFamily(
         family="gemma3", facts=gemma3, omitted=GEMMA3_OMITTED, theta=1e6, own_local_rope=True, **GEMMA
+    ),
+    "gpt_oss": HFFamily(
+        family="gpt_oss", facts=gpt_oss, kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5, quantised=("mxfp4",)
     ),
     "granite": HFFamily(family="granite", facts=granite),
     "llama": HFFamily(family="llama", facts=llama),

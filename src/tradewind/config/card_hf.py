@@ -53,8 +53,8 @@ def _plain_card(
     outer = Fields(config, origin=f"config.json of '{name}'")
     fields, row = hf_family(outer)
     quantised = outer.mapping("quantization_config") or fields.mapping("quantization_config")
-    if quantised is not None:
-        method = quantised.values.get("quant_method", "unknown")
+    method = quantised.values.get("quant_method", "unknown") if quantised is not None else None
+    if method is not None and (row is None or method not in row.quantised):
         raise CardError(
             f"{outer.origin}: weights quantised by {shown(method)} are not supported; use an unquantised checkpoint or a GGUF file"
         )

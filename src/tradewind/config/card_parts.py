@@ -18,6 +18,7 @@ FAMILIES: dict[str, str] = {
     "bert": "BERT and MiniLM encoders",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
+    "gpt_oss": "gpt-oss",
     "granite": "Granite 3",
     "llama": "Llama 2 and 3, SmolLM2",
     "mistral": "Mistral",
@@ -68,8 +69,13 @@ def with_weights(card: ModelCard, *, tensors: Tensors | None, assumed: str) -> M
         )
     embedding = next((tensors[name] for name in EMBEDDING_NAMES if name in tensors), None)
     formats: dict[str, int] = {}
-    for tensor in tensors.values():
-        formats[tensor.format] = formats.get(tensor.format, 0) + math.prod(tensor.shape)
+    for name, tensor in tensors.items():
+        format, count = tensor.format, math.prod(tensor.shape)
+        if name.endswith("_blocks") and format == "U8":  # two 4-bit floats a byte
+            format, count = "MXFP4", 2 * count
+        elif name.endswith("_scales") and format == "U8":
+            continue
+        formats[format] = formats.get(format, 0) + count
     return msgspec.structs.replace(
         card,
         parameters=sum(formats.values()),
@@ -117,9 +123,13 @@ def count_parameters(card: ModelCard) -> int:
     norms += (card.heads + card.kv_heads) * card.head_dim * card.qk_norm_whole
     biases = (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias + card.hidden * card.output_bias
     biases += (2 * card.intermediate + card.hidden) * card.mlp_bias
-    corrections = sum(card.moe.layers) * card.moe.experts * card.moe.correction if card.moe is not None else 0
+    biases += card.heads * card.attention_sinks
+    moe_vectors = 0
+    if card.moe is not None:
+        each = card.moe.correction + (1 + 2 * card.moe.intermediate + card.hidden) * card.moe.biases
+        moe_vectors = sum(card.moe.layers) * card.moe.experts * each
     tables = card.vocab_size * card.hidden * (1 if card.tied_embeddings else 2)
-    return tables + matrices + card.layers * (norms + biases) + corrections + card.hidden
+    return tables + matrices + card.layers * (norms + biases) + moe_vectors + card.hidden
 
 
 def every_nth_full(layers: int, *, window: int | None, pattern: int) -> tuple[int | None, ...]:

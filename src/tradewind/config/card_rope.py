@@ -85,8 +85,6 @@ def rope_from_hf(
             rotary_dims=rotary,
         )
     if kind == "yarn":
-        if not source.flag("truncate", default=True):
-            raise source.refuse("truncate", "true; YaRN without whole correction bounds is not supported")
         factor = source.number("factor", default=positions / original)
         attention = source.optional_number("attention_factor")
         mscale, mscale_all = source.optional_number("mscale"), source.optional_number("mscale_all_dim")
@@ -100,6 +98,7 @@ def rope_from_hf(
             beta_fast=source.number("beta_fast", default=32.0),
             beta_slow=source.number("beta_slow", default=1.0),
             attention_factor=attention,
+            truncate=source.flag("truncate", default=True),
             rotary_dims=rotary,
         )
     if kind in ("longrope", "su"):

@@ -60,11 +60,11 @@ HABITS: dict[str, Habits] = {
 GPU_HABITS: dict[str, Habits] = {
     "balanced": Habits(
         max_tokens_per_step=8192,
-        max_running=256,
+        max_running=512,
         tokens_each=1024,
         kv_share=1.0,
         why_step="prompts come in matmuls that keep every multiprocessor busy, and decoding neighbours wait for one chunk at most",
-        why_running="256 rows share each reading of the weights",
+        why_running="up to 512 rows share each reading of the weights; fewer, when fewer ask",
     ),
     "latency": Habits(
         max_tokens_per_step=2048,

@@ -122,6 +122,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pages_total: tuple[int, ...]
     decided_s: float = 0.0
     """When it was decided; it may have waited for the step before it. 0 where nobody said."""
+    collect_s: float = 0.0
+    """How long the engine waited for its result, with nothing else to do."""
     chunk_ids: tuple[str, ...] = ()
     """Whose prompts (after a preemption: whose known tokens) were computed in this step ..."""
     chunk_tokens: tuple[int, ...] = ()

@@ -150,11 +150,12 @@ class EngineLoop:
             if step is not None and scheduler.flying < scheduler.schedule.steps_in_flight:
                 return [*refused, *scheduler.take_reports()]
         if scheduler.flying:
-            self.doing = ("collect", self._clock())
+            waited_s = self._clock()
+            self.doing = ("collect", waited_s)
             result = self._executor.collect()
             now = self._clock()
             self.doing = (f"absorb step {result.number}", now)
-            return [*refused, *scheduler.absorb(result, now)]
+            return [*refused, *scheduler.absorb(result, now, collect_s=now - waited_s)]
         return [*refused, *scheduler.take_reports()]
 
     def _take_orders(self) -> list[Report]:

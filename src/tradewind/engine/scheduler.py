@@ -327,8 +327,8 @@ class Scheduler:
 
     # -- absorb ------------------------------------------------------------------------------------------------------
 
-    def absorb(self, result: StepResult, now: float) -> list[Report]:
-        """Takes in what the oldest flying step brought; returns everything reported since the last call.
+    def absorb(self, result: StepResult, now: float, *, collect_s: float = 0.0) -> list[Report]:
+        """Takes in what the oldest flying step brought; returns everything reported since the last call. `collect_s`: see StepDone.
 
         The order matters: chunks are published before window pages slide out, and pages return last.
         """
@@ -390,6 +390,7 @@ class Scheduler:
                 pages_used=self.cache.used(),
                 pages_total=tuple(pool.total - 1 for pool in self.cache.pools),
                 decided_s=flight.decided_s,
+                collect_s=collect_s,
                 chunk_ids=flight.chunk_ids,
                 chunk_tokens=flight.chunk_tokens,
                 guessed=guessed,

@@ -25,7 +25,8 @@ Count = Any
 """One int32 in the op set's memory."""
 
 Layout = Literal["f32", "bf16", "fp8", "quant"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
+"""How gate and up become one, `reference.glue`: activation(gate) * up, or the clamped form of gpt-oss."""
 Compute = Literal["f32", "bf16", "int8"]
 
 
@@ -228,7 +229,7 @@ class Ops(Protocol):
     def gated_linear(
         self, x: Tensor, weight: PackedMatrix, *, activation: Activation, bias: Tensor | None, out: Tensor, count: Count
     ) -> None:
-        """out[T, F] = activation(x @ gate.T) * (x @ up.T); weight from pack_gated; bias [2F] = gate then up."""
+        """out[T, F] = activation(x @ gate.T) * (x @ up.T), or as `Activation` says; weight from pack_gated; bias [2F] = gate then up."""
 
     def route(
         self, logits: Tensor, routing: Routing, *, bias: Tensor | None, ids: Tensor, weights: Tensor, count: Count

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 MASK32 = (1 << 32) - 1
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 ACTIVATION_GROUP = 32
 """Neighbouring activations that share one int8 scale."""
 
@@ -79,7 +80,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, *, activation: str, bias: Tensor | None = None) -> Tensor:
     """activation(x @ gate.T) * (x @ up.T); bias [2F] is gate's, then up's. Source: GLU variants (Shazeer 2020)."""
     gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)
-    return activate(linear(x, gate, gate_bias), activation) * linear(x, up, up_bias)
+    return glue(linear(x, gate, gate_bias), linear(x, up, up_bias), activation)
+
+
+def glue(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Gate and up made one: activation(gate) * up; swiglu_clamped: (up + 1) g sigmoid(1.702 g), g cut at 7, up at +-7 (gpt-oss)."""
+    if activation != "swiglu_clamped":
+        return activate(gate, activation) * up
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -34,6 +34,7 @@ class Attention:
         if card.qk_norm:
             self.q_norm = weights.vector({"q_norm.weight": card.head_dim}, offset=card.norm_offset)
             self.k_norm = weights.vector({"k_norm.weight": card.head_dim}, offset=card.norm_offset)
+        self.sinks = weights.vector({"sinks": card.heads}) if card.attention_sinks else None
         self.whole_norms = []
         if card.qk_norm_whole:
             for name, start in (("q", 0), ("k", self.width)):
@@ -68,7 +69,7 @@ class Attention:
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
-            sinks=None,
+            sinks=self.sinks,
             out=mixed,
             causal=self.causal,
         )

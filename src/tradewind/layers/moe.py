@@ -36,6 +36,7 @@ class MoE:
         )
         # Sensitive: a token that goes to another expert is a larger error than any rounding of that expert's weights.
         self.router = weights.matrix({"router": moe.experts}, k=card.hidden, sensitive=True)
+        self.router_bias = weights.vector({"router.bias": moe.experts}) if moe.biases else None
         self.correction = weights.vector({"router.correction": moe.experts}) if moe.correction else None
         experts = [weights.at(f"experts.{expert}") for expert in range(moe.experts)]
         # Generators: where the op set moves each expert to its place, only one at a time is held twice.
@@ -45,6 +46,13 @@ class MoE:
         self.down = self.ops.pack_experts(
             (each.matrix({"down": card.hidden}, k=moe.intermediate) for each in experts), experts=moe.experts
         )
+        self.gate_up_bias = self.down_bias = None
+        if moe.biases:
+            inner, names = moe.intermediate, [f"experts.{expert}" for expert in range(moe.experts)]
+            gate_up = {f"{name}.{part}.bias": inner for name in names for part in ("gate", "up")}
+            self.gate_up_bias = weights.vector(gate_up).reshape(moe.experts, 2 * inner)
+            down = {f"{name}.down.bias": card.hidden for name in names}
+            self.down_bias = weights.vector(down).reshape(moe.experts, card.hidden)
         self.shared = self.shared_gate = None
         if moe.shared_intermediate:
             self.shared = GatedMLP(build, weights.at("shared"), intermediate=moe.shared_intermediate)
@@ -55,14 +63,14 @@ class MoE:
         """x [T, E] -> [T, E] in the scratch buffer `out`."""
         take, rows, count = batch.scratch.take, batch.capacity, batch.tokens
         logits = take("router", (rows, self.router.n), "f32")
-        self.ops.linear(x, self.router, bias=None, out=logits, count=count)
+        self.ops.linear(x, self.router, bias=self.router_bias, out=logits, count=count)
         ids = take("expert_ids", (rows, self.routing.top_k), "i32")
         weights = take("expert_weights", (rows, self.routing.top_k), "f32")
         self.ops.route(logits, self.routing, bias=self.correction, ids=ids, weights=weights, count=count)
         result = take(out, (rows, self.size))
         self.ops.experts(
-            x, ids, weights, self.gate_up, self.down, activation=self.activation, gate_up_bias=None, down_bias=None, out=result,
-            count=count,
+            x, ids, weights, self.gate_up, self.down, activation=self.activation, gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias, out=result, count=count,
         )  # fmt: skip
         if self.shared is not None:
             gate = None

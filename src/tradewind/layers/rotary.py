@@ -77,8 +77,10 @@ def yarn(inv_freq: Frequencies, rope: RopeFacts, *, dims: int) -> Frequencies:
     def pair_that_turns(times: float) -> float:
         return dims * math.log(original / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair_that_turns(rope.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(rope.beta_slow)), dims - 1)
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
     stretch = (np.arange(dims // 2) - low) / max(high - low, 0.001)
     stretch = stretch.clip(0, 1)
     return (1 - stretch) * inv_freq + stretch * inv_freq / rope.factor

@@ -8,8 +8,16 @@ from __future__ import annotations
 from tradewind.models import llama
 from tradewind.models.llama import Llama
 
+CUT = (
+    "layers.{}.attention.k",
+    "layers.{}.attention.q",
+    "layers.{}.attention.v",
+    "layers.{}.mlp.gate",
+    "layers.{}.mlp.up",
+)
+
 HF_PLACES: dict[str, str] = {
-    **{name: place for name, place in llama.HF_PLACES.items() if not name.endswith(".bias")},
+    **{n: place for n, place in llama.HF_PLACES.items() if not n.endswith(".bias") and not place.startswith(CUT)},
     "model.layers.{}.mlp.gate_up_proj.weight": "layers.{}.mlp.gate_up.weight",
     "model.layers.{}.self_attn.qkv_proj.weight": "layers.{}.attention.qkv.weight",
 }

@@ -17,6 +17,7 @@ from tradewind.models import (
     bert,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -60,6 +61,8 @@ class Family:
     gguf_interleaved: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Tensors that hold several matrices, and how they are cut (weights/split.py)."""
+    regroup: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Tensors in another form than the model wants, and what is made of them (weights/regroup.py)."""
     hf_renames: Mapping[str, str] = field(default_factory=dict)
     """Prefix of a name -> what stands for it in hf_places."""
     ignored: tuple[str, ...] = ("rope_freqs.weight",)
@@ -85,6 +88,7 @@ FAMILIES: dict[str, Family] = {
         hf_renames=gemma3.HF_RENAMES,
         ignored=gemma3.HF_IGNORED,
     ),
+    "gpt_oss": Family(model=gpt_oss.GptOss, hf_places=gpt_oss.HF_PLACES, regroup=gpt_oss.REGROUP),
     "granite": Family(model=granite.Granite, hf_places=granite.HF_PLACES),
     "llama": Family(
         model=llama.Llama,

@@ -390,6 +390,8 @@ class ReceiptBook(Listener):
         before_s = self._end_s if self._end_s is not None else min(end_s, event.decided_s or end_s)
         begin_s = min(end_s, max(before_s, event.decided_s))
         prefill, decode = event.prompt_tokens, event.tokens - event.prompt_tokens
+        if event.device_s or event.collect_s:  # the rest of the time it waited for the engine's host side
+            begin_s = max(begin_s, end_s - max(event.device_s, event.collect_s))
         took_s = end_s - begin_s
         stalled = self.fit.is_stall(prefill=prefill, decode=decode, seconds=took_s)
         self.fit.learn(prefill=prefill, decode=decode, seconds=took_s)

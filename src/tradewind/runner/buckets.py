@@ -15,12 +15,12 @@ from tradewind.contract.errors import UserError
 LONGEST = (512, 2048, 4096, 8192, 32768)
 """Lengths of keys at which decode attention is cut differently (kernels/triton/tuning.py)."""
 FEW_ROWS = 16
-"""Steps with prompts: grids are made for so few rows, or for all."""
+"""Steps with prompts: grids are made for one row, for so few rows, or for all."""
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then steps of an eighth to a quarter of the size, up to and including `most`."""
-    sizes = [size for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128) if size < most]
+    """1, 2, 4, 8, then multiples of 16 that are an eighth to a quarter apart, up to and including `most`. Multiples of 16 share kernels."""
+    sizes = [size for size in (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128) if size < most]
     size = 128
     while size < most:
         step = max(32, size // 8 if size < 1024 else size // 4)

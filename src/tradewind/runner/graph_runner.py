@@ -19,6 +19,7 @@ First time in a bucket: the launches are done one by one, which loads the kernel
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from tradewind.kernels.ops import KVLayer, PagedRows, Tensor
 from tradewind.kernels.triton import sample as sampler
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu, Graph, Mark, Pinned
-from tradewind.kernels.triton.launch import compiling
+from tradewind.kernels.triton.launch import COMPILES, compiling
 from tradewind.kernels.triton.ops import CudaOps
 from tradewind.kernels.triton.program import Launch, Program
 from tradewind.kernels.triton.tape import Bucket
@@ -56,6 +57,12 @@ SHORT = 4096
 """Attention of more than FEW_ROWS rows is cut alike up to this length."""
 KERNELS_CHANGE_AT = (1, 2, 16, 32, 48, 64, 128)
 """Sizes of steps that together use every kernel of a model; the largest step is added."""
+COMMON_DRAWS = (
+    Draw(),
+    Draw(greedy=False),
+    Draw(greedy=False, filtered=True),
+    Draw(greedy=False, filtered=True, steered=True),
+)
 BIASES_EACH = 512
 """Biases and banned tokens for each row that a step has room for, on average over its rows."""
 Key = tuple[Any, ...]
@@ -108,6 +115,27 @@ class Staging:
         return buffer.device[first:end].view(values.shape)
 
 
+class _Kernels:
+    """Launches that differ in their kernel or its constants."""
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+
+    def add(self, program: Program) -> None:
+        for launch in program.launches:
+            if "pdl" in launch.options:  # the others are a library's
+                self._launches[launch.kernel, launch.text, launch.options.get("late")] = launch
+
+    def run(self) -> None:
+        for launch in self._launches.values():
+            launch.run()
+
+
+def _compile(work: Callable[[], None], threads: int) -> None:
+    with compiling(threads=threads):
+        work()
+
+
 class GraphRunner:
     """Executes steps one after another on one GPU. Owner of slots, KV memory, scratch and graphs. Called by one thread at a time."""
 
@@ -134,7 +162,7 @@ class GraphRunner:
         self._want_graphs = graphs
         self._token_sizes, self._row_sizes = ladder(max_tokens_per_step), ladder(max_running)
         self._length_sizes = (*(size for size in LONGEST if size < max_context), max_context)
-        self._row_classes = (*(size for size in (FEW_ROWS,) if size < max_running), max_running)
+        self._row_classes = (*(size for size in (1, FEW_ROWS) if size < max_running), max_running)
 
         # the host's side of the slots: for checks, banned words and prompt logprobs
         self._slots = Slots(slots=max_running, max_context=max_context, groups=())
@@ -200,6 +228,7 @@ class GraphRunner:
         self._programs: dict[Key, Program] = {}
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         self._flights: deque[Flight] = deque()
+        self._compiler: threading.Thread | None = None
         self.captures = 0
         """Graphs captured so far."""
         gpu.settle()
@@ -318,19 +347,14 @@ class GraphRunner:
             size = smallest(self._row_sizes, rows)
             if size > FEW_ROWS:
                 longest = max(longest, min(SHORT, self._longest))
-            bucket = Bucket(tokens=size, rows=size, singles=True, longest=longest)
+            bucket = self._singles(size, longest)
             self._launch(("whole", bucket, draw), lambda: self._whole(bucket, draw))
             return
         if singles:
             size = smallest(self._row_sizes, rows)
-            bucket = Bucket(tokens=size, rows=size, singles=True, longest=longest)
+            bucket = self._singles(size, longest)
         else:
-            bucket = Bucket(
-                tokens=smallest(self._token_sizes, total),
-                rows=smallest(self._row_classes, rows),
-                singles=False,
-                longest=self._longest,
-            )
+            bucket = self._mixed(smallest(self._token_sizes, max(total, FEW_ROWS)), smallest(self._row_classes, rows))
         self._launch(("body", bucket), lambda: self._body(bucket))
         self._prompt_logprobs(step, flight)
         self._take_hidden(step, flight)
@@ -386,8 +410,7 @@ class GraphRunner:
 
     def _sample(self, size: int, draw: Draw) -> None:
         self._lay_out_samples(size, draw)
-        bucket = Bucket(tokens=size, rows=size, singles=True, longest=1)
-        self._program(("head", size), self._head_tape, bucket).run()
+        self._program(("head", size), self._head_tape, self._singles(size, 1)).run()
         self._draw(size, draw)
 
     def _lay_out_samples(self, size: int, draw: Draw) -> None:
@@ -625,53 +648,71 @@ class GraphRunner:
             return self._length_sizes
         return tuple(dict.fromkeys(max(most, min(SHORT, self._longest)) for most in self._length_sizes))
 
-    def compile(self, *, threads: int) -> int:
-        """Compiles (or finds on disk) every kernel that a step of any size can need, several at a time; how many there were.
-
-        Nothing is launched. On a machine that has run this model's shapes before it takes a moment.
+    def prepare(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = (), threads: int) -> None:
+        """Plans the steps that together use every kernel of the model, compiles what `sizes` and `prompt_sizes` need (see `warm`), and
+        goes on with the other kernels in a thread: on a machine that has run these shapes before, all are found on disk in a moment.
         """
-        everything: dict[tuple[Any, ...], Launch] = {}
         few = [size for size in self._row_sizes if size <= FEW_ROWS]
         many = [size for size in self._row_sizes if size in KERNELS_CHANGE_AT or size == self._rows]
-        buckets = [
-            *(Bucket(tokens=n, rows=n, singles=True, longest=most) for n in many for most in self._lengths(n)),
-            *(Bucket(tokens=n, rows=n, singles=True, longest=self._longest) for n in few if n not in many),
-        ]
-        prompts = [size for size in self._token_sizes if size in KERNELS_CHANGE_AT or size == self._capacity]
-        buckets += [
-            Bucket(tokens=n, rows=rows, singles=False, longest=self._longest)
-            for n in prompts
-            for rows in self._row_classes
-        ]
-        for bucket in sorted(
-            buckets, key=lambda bucket: -bucket.tokens
-        ):  # the largest first: its scratch serves the others
-            key = "whole" if bucket.singles else "body"
-            program = self._program((key, bucket), self._whole_tape if bucket.singles else self._body_tape, bucket)
-            everything |= {(launch.kernel, launch.text): launch for launch in program.launches}
+        prompts = [size for size in self._token_sizes if size in KERNELS_CHANGE_AT[2:] or size == self._capacity]
+        buckets = {
+            *(self._singles(rows, longest) for rows in many for longest in self._lengths(rows)),
+            *(self._singles(rows, self._longest) for rows in few),
+            *(self._mixed(tokens, rows) for tokens in prompts for rows in self._row_classes),
+        }
+        first = [self._singles(rows, self._length_sizes[0]) for rows in sizes]
+        first += [self._mixed(tokens, self._row_classes[0]) for tokens in prompt_sizes]
+        # The largest first: its scratch serves the others.
+        ordered = sorted(buckets | set(first), key=lambda bucket: (-bucket.tokens, -bucket.longest))
+        now, later = _Kernels(), _Kernels()
+        for bucket in ordered:
+            key, tape = ("whole", self._whole_tape) if bucket.singles else ("body", self._body_tape)
+            program = self._program((key, bucket), tape, bucket)
+            (now if bucket in first else later).add(program)
         for size in reversed(many):
-            program = self._program(
-                ("head", size), self._head_tape, Bucket(tokens=size, rows=size, singles=True, longest=1)
-            )
-            everything |= {(launch.kernel, launch.text): launch for launch in program.launches}
-        with compiling(threads=threads):
-            for launch in everything.values():
-                if "pdl" in launch.options:  # the others are a library's
-                    launch.run()
-            for bucket in buckets:
+            later.add(self._program(("head", size), self._head_tape, self._singles(size, 1)))
+
+        if not COMPILES:
+            return
+
+        def compile_first() -> None:
+            now.run()
+            for bucket in first:
                 self._fetch(bucket)
-            for size in self._row_sizes:
-                for draw in (Draw(), Draw(greedy=False), Draw(greedy=False, filtered=True)):
+            for size in sizes:
+                self._lay_out_samples(size, Draw())
+                self._draw(size, Draw())
+
+        def compile_rest() -> None:
+            later.run()
+            for bucket in ordered:
+                self._fetch(bucket)
+            for size in many:
+                for draw in COMMON_DRAWS:
+                    self._lay_out_samples(size, draw)
                     self._draw(size, draw)
-        return len(everything)
+
+        with compiling(threads=threads):
+            compile_first()
+        self._gpu.settle()
+        self._compiler = threading.Thread(
+            target=_compile, args=(compile_rest, max(1, threads // 2)), name="tradewind-compile", daemon=True
+        )
+        self._compiler.start()
+
+    def _singles(self, rows: int, longest: int) -> Bucket:
+        return Bucket(tokens=rows, rows=rows, singles=True, longest=longest)
+
+    def _mixed(self, tokens: int, rows: int) -> Bucket:
+        return Bucket(tokens=tokens, rows=rows, singles=False, longest=self._longest)
 
     def warm(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = ()) -> None:
         """Captures the decode steps of these many rows and the prompt steps of these many tokens, on empty steps: changes no slot."""
         for size in sizes:
-            bucket = Bucket(tokens=size, rows=size, singles=True, longest=self._length_sizes[0])
+            bucket = self._singles(size, self._length_sizes[0])
             self._empty_step(("whole", bucket, Draw()), lambda bucket=bucket: self._whole(bucket, Draw()))
         for size in prompt_sizes:
-            bucket = Bucket(tokens=size, rows=self._row_classes[0], singles=False, longest=self._longest)
+            bucket = self._mixed(size, self._row_classes[0])
             self._empty_step(("body", bucket), lambda bucket=bucket: self._body(bucket))
         self._gpu.settle()
 
@@ -686,6 +727,8 @@ class GraphRunner:
 
     def close(self) -> None:
         """Waits for what flies and ends the threads that this has started."""
+        if self._compiler is not None:
+            self._compiler.join()
         self._gpu.settle()
         self._graphs.clear()
         if self._grammar is not None:

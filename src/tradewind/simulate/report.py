@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tradewind.contract.errors import MissingExtraError
-from tradewind.simulate.simulator import BINS_PER_DECADE, SERIES, Outcome
+from tradewind.simulate.outcome import BINS_PER_DECADE, SERIES, Outcome
 
 FORMAT = 1
 BEYOND = 0.01

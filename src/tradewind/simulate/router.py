@@ -11,6 +11,9 @@ from typing import Protocol
 
 from tradewind.contract.step import Ints
 
+SLACK = 2
+"""Requests that a replica may have over its bound: while few are open, whole requests make every share look uneven."""
+
 
 class Router(Protocol):
     """Chooses, and is told what was done."""
@@ -80,7 +83,7 @@ class LeastLoad(_Counting):
 class PrefixAware(_Counting):
     """To whoever was sent the longest part of the prompt's beginning, unless it is too busy: then to the least loaded.
 
-          too busy:    open + 1 > bound * (all open + 1) / replicas       (Mirrokni et al. 2018, hashing with bounded loads)
+          too busy:    open >= bound * (all open + 1) / replicas + SLACK      (after Mirrokni et al. 2018, hashing with bounded loads)
 
     What a replica was sent is forgotten, least recently used first, when it is more than its cache holds.
     """
@@ -96,14 +99,14 @@ class PrefixAware(_Counting):
     def choose(self, blocks: Ints, *, block_tokens: int) -> int:
         """See Router."""
         total = sum(self.open)
-        most = self._bound * (total + 1) / self.replicas
+        most = self._bound * (total + 1) / self.replicas + SLACK
         for block in blocks[::-1].tolist():
             holders = self._where.get(block)
             if not holders:
                 continue
             open_, tokens = self.open, self.tokens
             best = min(holders, key=lambda at: (open_[at], tokens[at], at))
-            if open_[best] + 1 <= max(1.0, most):
+            if open_[best] < most:
                 return best
             break  # all that have the longest prefix are too busy
         return self.least_loaded()

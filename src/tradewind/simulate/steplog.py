@@ -34,7 +34,7 @@ from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Order
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import VirtualClock
 from tradewind.simulate.simulator import NEVER, SimulatedExecutor
-from tradewind.simulate.steptime import FeatureReader, Features, HostTime, fit_host
+from tradewind.simulate.steptime import FeatureReader, Features, HostTime, OnlineFit, fit_host
 
 FORMAT_VERSION = 1
 
@@ -131,11 +131,16 @@ class StepLog:
         slots: int = 0,
         steps_in_flight: int = 1,
         model: str = "",
-        most: int = 100_000,
+        most: int = 20_000,
+        online: OnlineFit | None = None,
         file: Path | None = None,
         most_bytes: int = 256 << 20,
     ) -> None:
-        """`groups` and `slots` of the plan are needed for `watching`. With a `file` records are appended to it as they come."""
+        """`groups` and `slots` of the plan are needed for `watching`. `online` is shown each step, too; whoever has it calls its `refit`.
+
+        With a `file` records are appended to it as they come.
+        """
+        self._online = online
         self.head = LogHead(steps_in_flight=steps_in_flight, model=model)
         self.steps: deque[StepRecord] = deque(maxlen=most)
         self.requests: deque[RequestRecord] = deque(maxlen=most)
@@ -233,8 +238,8 @@ class StepLog:
 
     def _step(self, report: StepDone) -> None:
         decided = self._decided.pop(report.number, None)
-        estimated = self._estimate(report)
-        features, digest = decided if decided is not None else (estimated, 0)
+        features, digest = decided if decided is not None else (self._estimate(report), 0)
+        self._came.clear()
         host_s = self._host.pop(report.number, None)
         submitted_s = report.decided_s + report.decide_s
         if host_s is None:
@@ -257,6 +262,8 @@ class StepLog:
             digest=digest,
         )
         self.steps.append(record)
+        if self._online is not None:
+            self._online.take(features, record.took_s)
         self._write(record)
 
     def _estimate(self, report: StepDone) -> Features:
@@ -292,7 +299,6 @@ class StepLog:
                 if came.request_id not in ours:
                     context += came.prompt_tokens + came.generated_tokens - 1
                     counted += 1
-        self._came.clear()
         decoding = report.rows - len(report.chunk_ids)
         if counted and decoding > counted:  # rows of sequences that had just ended
             context = round(context * decoding / counted)

@@ -293,10 +293,7 @@ class Timed(Protocol):
     def features(self) -> Features: ...
 
     @property
-    def device_s(self) -> float: ...
-
-    @property
-    def host_s(self) -> float: ...
+    def took_s(self) -> float: ...
 
 
 # ------------------------------------------------------------------------------------------------------------- roofline
@@ -338,11 +335,11 @@ def fit(steps: Sequence[Timed], *, prior: StepTime, host: HostTime | None = None
     Errors count relative to the step's own time. Each fifth step is first kept out to state the error, then all are used. Raises
     UserError when there are too few steps.
     """
-    taken = [step for step in steps if step.features.tokens > 0 and step.device_s > 0]
+    taken = [step for step in steps if step.features.tokens > 0 and step.took_s > 0]
     if len(taken) < 2 * HOLD_OUT:
         raise UserError(f"{len(taken)} steps are too few to fit step times: at least {2 * HOLD_OUT} are needed")
     columns = np.array([[getattr(step.features, name) for name in FIELDS] for step in taken], dtype=np.float64)
-    seconds = np.array([step.device_s + step.host_s for step in taken])
+    seconds = np.array([step.took_s for step in taken])
     model, predicted = _fit_checked(columns, seconds, prior)
     out = np.arange(len(seconds)) % HOLD_OUT == HOLD_OUT - 1
     return msgspec.structs.replace(
@@ -572,9 +569,9 @@ def flat_prior(device_s: float = 0.01) -> StepTime:
 def relative_errors(model: StepTime, steps: Sequence[Timed]) -> tuple[float, float]:
     """Median and p90 of |predicted - measured| / measured over other steps."""
     off = [
-        abs(model.device_s(step.features) / (step.device_s + step.host_s) - 1)
+        abs(model.device_s(step.features) / step.took_s - 1)
         for step in steps
-        if step.features.tokens > 0 and step.device_s > 0
+        if step.features.tokens > 0 and step.took_s > 0
     ]
     if not off:
         return math.nan, math.nan

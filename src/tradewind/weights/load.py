@@ -25,6 +25,7 @@ from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
 from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
 from tradewind.weights.checkpoint import Checkpoint
+from tradewind.weights.regroup import Derived, Regroup, regrouped
 from tradewind.weights.split import NUMBER, Fused, parts_of
 from tradewind.weights.tensor import RawTensor, shown
 
@@ -51,6 +52,8 @@ class FamilyRow(Protocol[ModelT]):
     def gguf_interleaved(self) -> Mapping[str, str]: ...
     @property
     def fused(self) -> Fused: ...
+    @property
+    def regroup(self) -> Regroup: ...
     @property
     def ignored(self) -> tuple[str, ...]: ...
 
@@ -183,18 +186,19 @@ class _Loading:
         self._progress = progress
         self._taken: set[str] = set()
         self._loaded_bytes = 0
-        self._at: dict[str, RawTensor] = {}
+        at: dict[str, RawTensor] = {}
         self._unplaced: list[str] = []
         for name, tensor in checkpoint.tensors.items():
             place = place_of(name, family=family, gguf=checkpoint.kind == "gguf")
             if place is not None:
-                self._at.update(parts_of(tensor, place, fused=family.fused, card=card))
+                at.update(parts_of(tensor, place, fused=family.fused, card=card))
             elif not name.startswith(family.ignored):
                 self._unplaced.append(name)
+        self._at = regrouped(at, family.regroup)
         self._all_bytes = sum(tensor.nbytes for tensor in self._at.values())
 
-    def find(self, place: str) -> RawTensor:
-        """The tensor at a place, as it lies in the file."""
+    def find(self, place: str) -> RawTensor | Derived:
+        """The tensor at a place; its values may still have to be made."""
         tensor = self._at.get(place)
         if tensor is None:
             raise WeightsError(
@@ -215,6 +219,8 @@ class _Loading:
             self._loaded_bytes += tensor.nbytes
             if self._progress is not None and not self._streams:
                 self._progress(self._loaded_bytes, self._all_bytes)
+        if isinstance(tensor, Derived):
+            return tensor.made()
         heads_field = self._family.gguf_interleaved.get(NUMBER.sub("{}", place))
         if heads_field is None or self._checkpoint.kind != "gguf":
             return tensor
@@ -248,7 +254,8 @@ class _Loading:
         numbers = NUMBER.findall(place)
         template = NUMBER.sub("{}", place)
         if template not in self._family.hf_places.values():
-            template = next((whole for whole, parts in self._family.fused.items() if template in parts), template)
+            wholes = [*self._family.fused.items(), *((at, parts) for at, (_, parts) in self._family.regroup.items())]
+            template = next((whole for whole, parts in wholes if template in parts), template)
         name = next((name for name, held in self._family.hf_places.items() if held == template), template)
         if self._checkpoint.kind == "gguf":
             name = next((gguf for gguf, held in self._family.gguf_names.items() if held == name), name)

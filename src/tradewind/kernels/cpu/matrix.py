@@ -30,7 +30,7 @@ LINE = 64
 
 _LAYOUTS: dict[str, int] = {"bf16": 1, "f32": 0, "quant": 2}
 _SCALES_F16, _SCALES_F32 = 0, 1
-_ACTIVATIONS: dict[str, int] = {"gelu_tanh": 1, "silu": 0}
+_ACTIVATIONS: dict[str, int] = {"gelu_tanh": 1, "silu": 0, "swiglu_clamped": 2}
 _FLOAT_SOURCES: dict[str, int] = {"BF16": 2, "F16": 1, "F32": 0}
 _FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _BLOCK_FORMATS: dict[str, int] = {

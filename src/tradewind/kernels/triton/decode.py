@@ -61,7 +61,7 @@ def _decode_kernel(
     angles_ptr, q_weight_ptr, k_weight_ptr, eps,
     table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, DOT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, DOT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
     EARLY: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -238,22 +238,30 @@ def _decode_kernel(
     tl.store(counter, 0)
     s = tl.arange(0, SPLITS)
     there = s < splits
-    for h in tl.static_range(RATIO):
-        tops = tl.load(part + SPLITS * RATIO * D + s * RATIO + h, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(part + SPLITS * RATIO * (D + 1) + s * RATIO + h, mask=there, other=0.0, cache_modifier=".cg")
-        sums = tl.load(
-            part + (s * RATIO + h)[:, None] * D + d[None, :],
-            mask=there[:, None] & live_v[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        best = tl.max(tops, 0)
-        weight = tl.exp2(tops - best)
-        whole = tl.sum(weight * totals, 0)
-        if SINKS:
-            whole += tl.exp2(tl.load(sinks_ptr + g * RATIO + h).to(tl.float32) * LOG2E - best)
-        result = tl.sum(sums * weight[:, None], 0) / whole
-        tl.store(out_at + (g * RATIO + h) * D + d, result.to(out_ptr.dtype.element_ty), mask=live_v)
+    # Heads of a group are loaded before the first of them is stored: a store between would make each head a way to the L2 of its own.
+    for first_h in tl.static_range(0, RATIO, TOGETHER):
+        tops = ()
+        totals = ()
+        sums = ()
+        for u in tl.static_range(TOGETHER):
+            if first_h + u < RATIO:
+                slot = s * RATIO + first_h + u
+                top_at = part + SPLITS * RATIO * D + slot
+                tops = tops + (tl.load(top_at, mask=there, other=float("-inf"), cache_modifier=".cg"),)  # noqa: RUF005
+                total_at = part + SPLITS * RATIO * (D + 1) + slot
+                totals = totals + (tl.load(total_at, mask=there, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
+                sum_at = part + slot[:, None] * D + d[None, :]
+                seen_sum = there[:, None] & live_v[None, :]
+                sums = sums + (tl.load(sum_at, mask=seen_sum, other=0.0, cache_modifier=".cg"),)  # noqa: RUF005
+        for u in tl.static_range(TOGETHER):
+            if first_h + u < RATIO:
+                best = tl.max(tops[u], 0)
+                weight = tl.exp2(tops[u] - best)
+                whole = tl.sum(weight * totals[u], 0)
+                if SINKS:
+                    whole += tl.exp2(tl.load(sinks_ptr + g * RATIO + first_h + u).to(tl.float32) * LOG2E - best)
+                merged = tl.sum(sums[u] * weight[:, None], 0) / whole
+                tl.store(out_at + (g * RATIO + first_h + u) * D + d, merged.to(out_ptr.dtype.element_ty), mask=live_v)
 
 
 def paged_decode(
@@ -302,6 +310,8 @@ def paged_decode(
     assert pow2(config.splits) == config.splits, f"{config.splits} splits are no power of two"
     assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
     dot = multiplied_as(k_pages)
+    half, ratio = pow2(dim // 2, 16), heads // kv_heads
+    together = max(1, min(ratio, 2048 * config.warps // (config.splits * 2 * half)))  # up to 64 registers a thread
     _decode_kernel[(config.splits, kv_heads, count)](
         q, k_pages, v_pages, out, page_table, lengths, rows if rows is not None else lengths,
         query_start if query_start is not None else lengths, sinks if sinks is not None else lengths,
@@ -309,7 +319,7 @@ def paged_decode(
         angles if fused else q, q_weight if q_weight is not None else q, k_weight if k_weight is not None else q, eps,
         page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, B=page_tokens,
-        BM=pow2(heads // kv_heads, 16), BN=config.block_n, HALF=pow2(dim // 2, 16), SPLITS=config.splits, DOT=dot,
+        BM=pow2(ratio, 16), BN=config.block_n, HALF=half, SPLITS=config.splits, TOGETHER=together, DOT=dot,
         WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
         FUSED=fused, NORM=q_weight is not None, EARLY=early, COUNTED=rows is not None,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,35 +47,34 @@ def pow2(value: int, least: int = 1) -> int:
     return max(least, triton.next_power_of_2(value))
 
 
+COMPILES: bool = not triton.knobs.runtime.interpret
+"""Whether kernels are compiled at all."""
+
+_compile_only: ContextVar[bool] = ContextVar("tradewind_compile_only", default=False)
+_run = JITFunction.run
+
+
+def _run_or_compile(self, *args, grid, warmup, **kwargs):
+    """Triton's own `run`, which knows "compile only" as an argument that `kernel[grid](...)` does not pass on."""
+    return _run(self, *args, grid=grid, warmup=warmup or _compile_only.get(), **kwargs)
+
+
+JITFunction.run = _run_or_compile
+
+
 @contextmanager
 def compiling(*, threads: int) -> Iterator[None]:
     """Launches of the block compile their kernels, several at a time, and launch nothing; at its end all are compiled.
 
-    For start-up, before any other thread launches: Triton knows "compile only" as an argument of its private `run`, which our callers do
-    not reach, so it is set for everybody. Under the interpreter, where nothing is compiled, nothing is done.
+    What other threads launch meanwhile is launched. Not under the interpreter (see COMPILES), which would run them.
     """
-    if triton.knobs.runtime.interpret:
-        with _instead(lambda self, *args, **kwargs: None):
-            yield
-        return
-    run = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool), _instead(compile_only):
-        yield
-
-
-@contextmanager
-def _instead(run: Any) -> Iterator[None]:
-    """JITFunction.run is something else within the block."""
-    before = JITFunction.run
-    JITFunction.run = run
+    assert COMPILES, "the interpreter compiles nothing"
+    token = _compile_only.set(True)
     try:
-        yield
+        with ThreadPoolExecutor(threads, thread_name_prefix="tradewind-compile") as pool, triton.AsyncCompileMode(pool):
+            yield
     finally:
-        JITFunction.run = before
+        _compile_only.reset(token)
 
 
 FP8 = torch.float8_e4m3fn

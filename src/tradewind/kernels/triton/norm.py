@@ -15,21 +15,26 @@ from tradewind.kernels.triton.launch import FP8, launch_options, let_next_start,
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, scale_ptr, count_ptr, E, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANT: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, delta_ptr, delta_weight_ptr, weight_ptr, out_ptr, scale_ptr, count_ptr, E, delta_eps, eps,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, DELTA_NORM: tl.constexpr, QUANT: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < E
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if DELTA_NORM:
+        delta_weight = tl.load(delta_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     if COUNTED:
         if row >= tl.load(count_ptr):
             return
     x = tl.load(x_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(delta_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+        delta = tl.load(delta_ptr + row * E + column, mask=inside, other=0.0).to(tl.float32)
+        if DELTA_NORM:
+            delta = delta * tl.rsqrt(tl.sum(delta * delta, 0) / E + delta_eps) * delta_weight
+        x += delta
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
         tl.store(x_ptr + row * E + column, x.to(x_ptr.dtype.element_ty), mask=inside)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / E + eps) * weight
@@ -47,12 +52,14 @@ def add_rms_norm(
     *,
     eps: float,
     out: Tensor,
+    delta_weight: Tensor | None = None,
+    delta_eps: float = 0.0,
     scale: Tensor | None = None,
     count: Tensor | None = None,
     pdl: bool = False,
     warps: int | None = None,
 ) -> None:
-    """x += delta (in place, when given); out = x / rms(x) * weight.
+    """x += delta (in place, when given); out = x / rms(x) * weight. With delta_weight [E], delta is normed by it first.
 
     x [T, E] float32 or bf16, delta [T, E] bf16 or float32 (may be `out`), weight [E], out [T, E] bf16, or e4m3 with `scale` float32 [T]
     (value = scale * out, scale = absmax / 448). count: int32 [1] on the device, rows beyond it are left alone. The norm sees the residual
@@ -62,8 +69,9 @@ def add_rms_norm(
     assert (out.dtype == FP8) == (scale is not None), "an FP8 output has a scale, others have none"
     block = pow2(width)
     _add_rms_norm_kernel[(tokens,)](
-        x, delta if delta is not None else x, weight, out, scale if scale is not None else x, count if count is not None else x, width, eps,
-        BLOCK=block, ADD=delta is not None, QUANT=scale is not None, COUNTED=count is not None,
+        x, delta if delta is not None else x, delta_weight if delta_weight is not None else weight, weight, out,
+        scale if scale is not None else x, count if count is not None else x, width, delta_eps, eps,
+        BLOCK=block, ADD=delta is not None, DELTA_NORM=delta_weight is not None, QUANT=scale is not None, COUNTED=count is not None,
         **launch_options(pdl=pdl, warps=warps or max(1, min(16, block // 512))),
     )  # fmt: skip
 

@@ -23,9 +23,9 @@ from tradewind.kernels.ops import Activation, Compute, Count, KVLayer, PackedMat
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton import upload
 from tradewind.kernels.triton.launch import FP8
-from tradewind.kernels.triton.program import Workspace
 from tradewind.kernels.triton.tape import Bucket, Tape
 from tradewind.kernels.triton.tuning import Tuning, tuned
+from tradewind.kernels.triton.workspace import Workspace
 
 DTYPES = {
     "bf16": torch.bfloat16,

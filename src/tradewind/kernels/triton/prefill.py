@@ -184,7 +184,9 @@ def _prefill_kernel(
         if PAIRS:
             begin = whole // (2 * BN) * (2 * BN)
             for start in range(0, begin, 2 * BN):
-                top, total, acc = _pair(q, k_ptr, v_ptr, table, start, top, total, acc, g, factor_k, cap, G, B, BN, DOT, CAP)
+                top, total, acc = _pair(
+                    q, k_ptr, v_ptr, table, start, top, total, acc, g, factor_k, cap, G, B, BN, DOT, CAP
+                )
         for start in range(begin, whole, BN):
             top, total, acc = _block(
                 q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,

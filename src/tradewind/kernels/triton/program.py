@@ -9,6 +9,7 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
                             deterministic        fixed     one tile for every M: a row's bits do not depend on its neighbours
 
     x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
+    norm, delta -> norm     one launch (norms on both sides of a block)
     norm -> matmuls         gemv: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
     rope_store, attention   one-token rows, few: one launch; the angles come from a table by position, so rope_angles is dead
 """
@@ -16,17 +17,17 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tradewind.kernels.ops import PackedMatrix
-from tradewind.kernels.triton import decode, elementwise, encode, norm, prefill, rope, skinny
-from tradewind.kernels.triton.launch import FP8
+from tradewind.kernels.triton import decode, elementwise, encode, library, norm, prefill, rope, skinny
 from tradewind.kernels.triton.tape import ADDERS, Bucket, Call, Tape, address
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig, Tuning
+from tradewind.kernels.triton.workspace import Workspace
 
 COUNTED_FROM = 65
 """From so many tokens on kernels read how many are live; below, they compute the padding too: it costs less than waiting for the number."""
@@ -65,111 +66,6 @@ class Program:
         return "\n".join(launch.text + late[bool(launch.options.get("late"))] for launch in self.launches)
 
 
-@dataclass
-class Workspace:
-    """Scratch of kernels, shared by all programs of one op set: they never run at the same time. Grows only; old pieces live on in the
-    programs that were planned with them, so plan the largest bucket first."""
-
-    device: torch.device
-    bytes: int = 0
-    """Of everything that was ever allocated here."""
-    _floats: Tensor | None = None
-    _counters: Tensor | None = None
-    _both: Tensor | None = None
-    _twins: dict[tuple[Any, ...], tuple[Tensor, ...]] = field(default_factory=dict)
-    _tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
-
-    def _new(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        made = torch.zeros(shape, dtype=dtype, device=self.device)
-        self.bytes += made.nbytes
-        return made
-
-    def floats(self, count: int) -> Tensor:
-        """float32 partial sums, at least `count`."""
-        if self._floats is None or self._floats.numel() < count:
-            self._floats = self._new(max(count, 1 << 16), dtype=torch.float32)
-        return self._floats
-
-    def counters(self, count: int) -> Tensor:
-        """int32 arrival counters: zero, and left zero by every kernel."""
-        if self._counters is None or self._counters.numel() < count:
-            self._counters = self._new(max(count, 1 << 14), dtype=torch.int32)
-        return self._counters
-
-    def both(self, rows: int, width: int) -> Tensor:
-        """bf16 [rows, width]: gate and up before their product; used up by the next launch."""
-        if self._both is None or self._both.numel() < rows * width:
-            self._both = self._new(rows * width, dtype=torch.bfloat16)
-        return self._both[: rows * width].view(rows, width)
-
-    def quantised(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The FP8 twin of a buffer [T, K]: e4m3 [T, K] and float32 [T]. It lives as long as the buffer's value."""
-        key = (address(buffer), *buffer.shape[1:], "fp8")
-        if key not in self._twins or len(self._twins[key][0]) < len(buffer):
-            self._twins[key] = (self._new(*buffer.shape, dtype=FP8), self._new(len(buffer), dtype=torch.float32))
-        return self._twins[key]  # type: ignore[return-value]
-
-    def rounded(self, buffer: Tensor) -> Tensor:
-        """The bf16 twin of a float32 buffer or vector."""
-        key = (address(buffer), *buffer.shape[1:], "bf16")
-        if key not in self._twins or len(self._twins[key][0]) < len(buffer):
-            self._twins[key] = (self._new(*buffer.shape, dtype=torch.bfloat16),)
-        return self._twins[key][0][: len(buffer)]
-
-    def angle_table(self, inv_freq: Tensor, *, scale: float, positions: int) -> Tensor:
-        """float32 [positions, D]: scale * (cos | sin) of every position, computed once."""
-        key = (address(inv_freq), scale)
-        held = self._tables.get(key)
-        if held is None or len(held[0]) < positions:
-            table = self._new(positions, 2 * len(inv_freq), dtype=torch.float32)
-            every = torch.arange(positions, dtype=torch.int32, device=self.device)
-            rope_angles(every, inv_freq, scale=scale, out=table, angle=torch.empty_like(table)[:, : len(inv_freq)])
-            held = self._tables[key] = (table, inv_freq)  # inv_freq is held so that its address stays its own
-        return held[0]
-
-
-# ------------------------------------------------------------------------------------------------------ library calls
-
-
-def rope_angles(positions: Tensor, inv_freq: Tensor, *, scale: float, out: Tensor, angle: Tensor) -> None:
-    """out [T, D] = scale * (cos | sin) of positions [T] * inv_freq [D / 2]; angle [T, D / 2] is scratch."""
-    half = len(inv_freq)
-    angle.copy_(positions[:, None].expand(-1, half))
-    angle.mul_(inv_freq)
-    torch.cos(angle, out=out[:, :half])
-    torch.sin(angle, out=out[:, half:])
-    if scale != 1.0:
-        out.mul_(scale)
-
-
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
-    """out = x @ weight.T + bias by the library; x, weight, bias bf16, out bf16 or float32."""
-    if x.device.type != "cuda":
-        value = x.float() @ weight.float().T
-        out.copy_(value if bias is None else value + bias.float())
-    elif bias is not None:
-        torch.addmm(bias, x, weight.T, out=out)
-    elif out.dtype == torch.float32:
-        torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(x, weight.T, out=out)
-
-
-def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, out: Tensor) -> None:
-    """out = (x_scale x) @ (scale weight).T by the library; x and weight e4m3, a scale per row of each, out bf16."""
-    if x.device.type != "cuda":
-        out.copy_((x.float() * x_scale[:, None]) @ (weight.float() * scale[:, None]).T)
-    else:
-        torch._scaled_mm(
-            x, weight.T, x_scale[:, None], scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=True, out=out
-        )
-
-
-def copy(source: Tensor, *, out: Tensor) -> None:
-    """out = source in out's type."""
-    out.copy_(source)
-
-
 # ------------------------------------------------------------------------------------------------------------ planning
 
 
@@ -180,6 +76,7 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
         planner.take_angles_from_tables()
         planner.fold_rope_into_attention()
         planner.fold_residuals()
+        planner.fold_norms_of_deltas()
         planner.fold_norms()
         planner.drop_unread_angles()
     planner.quantise_inputs()
@@ -308,6 +205,29 @@ class Planner:
                 call["residual"] = call["out"] = x
                 adder["delta"] = None
 
+    def fold_norms_of_deltas(self) -> None:
+        """A norm whose result only the next norm adds (norms on both sides of a block) becomes a part of that one."""
+        gone = set()
+        for i, call in enumerate(self.calls):
+            if call.op != "add_rms_norm" or call["delta"] is not None:
+                continue
+            source, out = address(call["x"]), address(call["out"])
+            readers = self.readers(i, out)
+            if readers is None or len(readers) != 1 or source == out:
+                continue
+            adder = self.calls[readers[0]]
+            if (
+                adder.op == "add_rms_norm"
+                and adder["delta"] is not None
+                and address(adder["delta"]) == out
+                and source != address(adder["x"]) != out
+                and self.untouched(source, i, readers[0], reads=False)
+            ):
+                adder["delta"] = call["x"]
+                adder["delta_weight"], adder["delta_eps"] = call["weight"], call["eps"]
+                gone.add(i)
+        self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
+
     def fold_norms(self) -> None:
         """One row: a norm whose result only matmuls read is computed by each of them on the way."""
         gone = set()
@@ -396,11 +316,13 @@ class Planner:
     def _add_rms_norm(self, call: Call) -> None:
         x, delta, out, scale = self.cut(call["x"]), self.cut(call["delta"]), self.cut(call["out"]), None
         text = f"rms_norm {shape(x)}" + (" + delta" if delta is not None else "")
+        text += " normed" if call["delta_weight"] is not None else ""
         if call["quantised"]:
             small, scales = self.workspace.quantised(call["out"])
             out, scale, text = self.cut(small), self.cut(scales), text + " -> fp8"
         self.own(
-            norm.add_rms_norm, text, x, delta, call["weight"], eps=call["eps"], out=out, scale=scale, count=self.count(call)
+            norm.add_rms_norm, text, x, delta, call["weight"], eps=call["eps"], out=out,
+            delta_weight=call["delta_weight"], delta_eps=call["delta_eps"] or 0.0, scale=scale, count=self.count(call),
         )  # fmt: skip
 
     def _add_layer_norm(self, call: Call) -> None:
@@ -455,7 +377,7 @@ class Planner:
         out, inv_freq = self.cut(call["out"]), call["inv_freq"]
         angle = torch.zeros(len(out), len(inv_freq), dtype=torch.float32, device=out.device)
         self.launch(
-            rope_angles, f"rope_angles {shape(out)} by the library", self.cut(call["positions"]), inv_freq,
+            library.rope_angles, f"rope_angles {shape(out)} by the library", self.cut(call["positions"]), inv_freq,
             scale=call["scale"], out=out, angle=angle,
         )  # fmt: skip
 
@@ -518,7 +440,7 @@ class Planner:
         assert call["residual"] is None and call["norm"] is None, "the library folds nothing in"
         if x_scale is None and x.dtype != torch.bfloat16:
             x = self.cut(self.workspace.rounded(call["x"]))
-            self.launch(copy, f"copy {shape(x)} -> bf16", self.cut(call["x"]), out=x)
+            self.launch(library.copy, f"copy {shape(x)} -> bf16", self.cut(call["x"]), out=x)
         target = out
         if gated:
             self.workspace.both(len(call["out"]), weight.n)  # at its full size at once
@@ -526,15 +448,15 @@ class Planner:
         in_matmul = bias is not None and not gated and x_scale is None and out.dtype == torch.bfloat16
         if x_scale is not None:
             wide = target if target.dtype == torch.bfloat16 else self.workspace.both(self.bucket.tokens, weight.n)
-            self.launch(scaled_matmul, text, x, x_scale, weight.data[0], weight.data[1], out=wide)
+            self.launch(library.scaled_matmul, text, x, x_scale, weight.data[0], weight.data[1], out=wide)
             if wide is not target:
-                self.launch(copy, f"copy {shape(target)}", wide, out=target)
+                self.launch(library.copy, f"copy {shape(target)}", wide, out=target)
         elif in_matmul:
             small = self.workspace.rounded(bias)
             small.copy_(bias)
-            self.launch(matmul, f"{text} + bias", x, weight.data[0], small, out=target)
+            self.launch(library.matmul, f"{text} + bias", x, weight.data[0], small, out=target)
         else:
-            self.launch(matmul, text, x, weight.data[0], out=target)
+            self.launch(library.matmul, text, x, weight.data[0], out=target)
         if gated:
             scale, text = (
                 None,
@@ -576,6 +498,8 @@ class Planner:
             alone = self.deterministic or bucket.rows == 1
             ratio = call["heads"] // kv.kv_heads
             config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, ratio)
+            if self.deterministic:  # which tiles make a pair depends on where a chunk begins
+                config = replace(config, pairs=False)
             self.own(
                 prefill.paged_prefill, f"prefill {shape(q)}, {config}", q, kv.k, kv.v,
                 query_start=query_start, singles=alone, config=config, **common,

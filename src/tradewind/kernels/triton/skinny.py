@@ -135,13 +135,13 @@ def _half_gemv_kernel(
     ws = ()
     us = ()
     for c in tl.static_range(AHEAD):
-        ws = ws + (_weights(at + c * BLOCK_K, inside, MASKED),)
+        ws = ws + (_weights(at + c * BLOCK_K, inside, MASKED),)  # noqa: RUF005
         if GATED:
-            us = us + (_weights(at + N * K + c * BLOCK_K, inside, MASKED),)
+            us = us + (_weights(at + N * K + c * BLOCK_K, inside, MASKED),)  # noqa: RUF005
     norms = ()
     if NORM:
         for c in tl.static_range(CHUNKS):
-            norms = norms + (tl.load(norm_ptr + c * BLOCK_K + column),)
+            norms = norms + (tl.load(norm_ptr + c * BLOCK_K + column),)  # noqa: RUF005
     if SCALED:
         scale = tl.load(scale_ptr + n, mask=live, other=0.0)
         if GATED:
@@ -161,7 +161,7 @@ def _half_gemv_kernel(
             x = x * norms[c]
         peak = tl.maximum(peak, tl.abs(x))
         if HELD:
-            xs = xs + (x,)
+            xs = xs + (x,)  # noqa: RUF005
     top = tl.maximum(tl.max(peak, 0), 1e-30)
     shrink = 16.0 / top
     total = tl.zeros([ROWS, BLOCK_K], tl.float32)
@@ -170,9 +170,9 @@ def _half_gemv_kernel(
     part_u = tl.zeros([ROWS, BLOCK_K], tl.float16)
     for c in tl.static_range(CHUNKS):
         if c + AHEAD < CHUNKS:
-            ws = ws + (_weights(at + (c + AHEAD) * BLOCK_K, inside, MASKED),)
+            ws = ws + (_weights(at + (c + AHEAD) * BLOCK_K, inside, MASKED),)  # noqa: RUF005
             if GATED:
-                us = us + (_weights(at + N * K + (c + AHEAD) * BLOCK_K, inside, MASKED),)
+                us = us + (_weights(at + N * K + (c + AHEAD) * BLOCK_K, inside, MASKED),)  # noqa: RUF005
         if HELD:
             y = (xs[c] * shrink).to(tl.float16)
         else:
@@ -326,7 +326,8 @@ def skinny_linear(
             return
         _gemv_kernel[(triton.cdiv(features, config.rows),)](
             x, weight, scale if scale is not None else x, norm if norm is not None else x, *extra, out, 0, features, eps,
-            K=depth, NARROW=config.narrow, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0, NORM=norm is not None,
+            K=depth, NARROW=config.narrow, ROWS=config.rows, BLOCK_K=block, MASKED=depth % block != 0 or features % config.rows != 0,
+            NORM=norm is not None,
             **flags, **launch_options(pdl=pdl, warps=config.warps),
         )  # fmt: skip
         return
@@ -435,11 +436,11 @@ def fixed_linear(
 ) -> None:
     """out[M, N] = epilogue(x @ weight.T) for any number of rows; the bits of a row do not depend on how many others there are.
 
-    x [M, K] bf16 or float32, or e4m3 with `x_scale` float32 [M]; weight [N, K] bf16, or e4m3 with `scale` float32 [N]; [2N, K] when gated:
-    gate's rows, then up's. bias [N] ([2N] when gated), residual [M, N] is added last and may be `out`; out bf16 or float32. K and N are free.
-    count: int32 [1] on the device, rows beyond it are left alone. Every output is one sum over K in ascending steps of one tile, by one
-    program and one matrix instruction: no split, no constant that depends on M. `tile` (for measurements; its split is ignored) must be
-    the same in all calls that shall agree. Number formats as in `skinny_linear`.
+    x [M, K] bf16 or float32, or e4m3 with `x_scale` float32 [M]; weight [N, K] bf16, or e4m3 with `scale` float32 [N]; when gated
+    [2N, K]: gate's rows, then up's. bias [N] ([2N] when gated), residual [M, N] is added last and may be `out`; out bf16 or float32.
+    Any K and N. count: int32 [1] on the device, rows beyond it are left alone. Number formats as in `skinny_linear`.
+    Every output is one sum over K in ascending steps of one tile, by one program and one matrix instruction: no split, no constant that
+    depends on M. `tile` (for measurements; its split is ignored) must be the same in all calls that shall agree.
     """
     rows, depth = x.shape
     features = weight.shape[0] // 2 if gated else weight.shape[0]

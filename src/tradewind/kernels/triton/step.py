@@ -17,7 +17,12 @@ from torch import Tensor
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
 
 
-@triton.jit
+def width(rows: int) -> int:
+    """A block that holds `rows`: one of few sizes, because each is a kernel of its own."""
+    return next(size for size in (16, 64, 256, 1024) if rows <= size)
+
+
+@triton.jit(do_not_specialize=["T", "R", "tokens_stride", "table_stride", "out_stride", "TOKEN_BLOCKS"])
 def _lay_out_kernel(
     slot_ptr, start_ptr, count_ptr, rows_ptr, tokens_ptr, table_ptr,
     ids_ptr, positions_ptr, query_start_ptr, lengths_ptr, write_slots_ptr, page_table_ptr, total_ptr,
@@ -89,7 +94,7 @@ def lay_out(
     _lay_out_kernel[(token_blocks + limit,)](
         slot, start, count, rows, tokens, table, ids, positions, query_start, lengths, write_slots, page_table, total,
         capacity, limit, tokens.stride(0), table.stride(0), page_table.stride(0), token_blocks,
-        B=page_tokens, BT=block, R_P2=pow2(limit, 16), BP=128, **launch_options(pdl=pdl, warps=4),
+        B=page_tokens, BT=block, R_P2=width(limit), BP=128, **launch_options(pdl=pdl, warps=4),
     )  # fmt: skip
 
 
@@ -156,12 +161,22 @@ VALUE_FIELDS = (
 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "n"])
 def _fetch_header_kernel(
-    ring_ptr, turn_ptr, header_ptr, R, n, RING: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    ring_ptr,
+    turn_ptr,
+    header_ptr,
+    R,
+    n,
+    RING: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_previous(PDL)
-    let_next_start(PDL)  # after the wait: the kernel behind may read, before its own wait, what all those before us wrote
+    let_next_start(
+        PDL
+    )  # after the wait: the kernel behind may read, before its own wait, what all those before us wrote
     turn = tl.load(turn_ptr)
     field = tl.arange(0, 8)[:, None]
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -174,9 +189,17 @@ def fetch_header(ring: Tensor, turn: Tensor, header: Tensor, *, rows: int, pdl: 
     """header [FIELDS, R] = ring[turn], its first `rows` columns (at least those of the counts). int32; ring is pinned host memory."""
     limit = header.shape[1]
     needed = min(limit, max(rows, SAMPLES_AT + 1))
-    block = min(256, pow2(needed, 16))
+    block = 32 if needed <= 32 else 256
     _fetch_header_kernel[(triton.cdiv(needed, block),)](
-        ring, turn, header, limit, needed, RING=RING, FIELDS=HEADER_FIELDS, BLOCK=block, **launch_options(pdl=pdl, warps=4)
+        ring,
+        turn,
+        header,
+        limit,
+        needed,
+        RING=RING,
+        FIELDS=HEADER_FIELDS,
+        BLOCK=block,
+        **launch_options(pdl=pdl, warps=4),
     )
 
 
@@ -190,7 +213,7 @@ def _real(values, i: tl.constexpr, live):
     return tl.load(values + i, mask=live, other=0).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "L"])
 def _lay_out_samples_kernel(
     header_ptr, query_start_ptr, values_ptr, index_ptr, slot_ptr, position_ptr,
     temperature_ptr, top_p_ptr, min_p_ptr, repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, prompt_ptr, length_ptr, seed_ptr,
@@ -203,7 +226,9 @@ def _lay_out_samples_kernel(
     live = i < tl.load(header_ptr + SAMPLES_AT)
     row = tl.load(header_ptr + 4 * R + i, mask=live, other=0)
     slot = tl.load(header_ptr + R + row, mask=live, other=0)
-    position = tl.load(header_ptr + 2 * R + row, mask=live, other=0) + tl.load(header_ptr + 3 * R + row, mask=live, other=0)
+    position = tl.load(header_ptr + 2 * R + row, mask=live, other=0) + tl.load(
+        header_ptr + 3 * R + row, mask=live, other=0
+    )
     last = tl.load(query_start_ptr + row + 1, mask=live, other=1) - 1
     tl.store(index_ptr + i, last, mask=inside)  # samples beyond the live ones read token 0, and nobody reads theirs
     tl.store(slot_ptr + i, slot, mask=inside)
@@ -252,7 +277,11 @@ class SampleRows:
             **{
                 name: torch.zeros(
                     rows,
-                    dtype=torch.float32 if name in real else torch.int64 if name in ("seed", "position") else torch.int32,
+                    dtype=torch.float32
+                    if name in real
+                    else torch.int64
+                    if name in ("seed", "position")
+                    else torch.int32,
                     device=device,
                 )
                 for name in SampleRows.__dataclass_fields__
@@ -275,12 +304,12 @@ def lay_out_samples(
     _lay_out_samples_kernel[(1,)](
         header, query_start, values, o.index, o.slot, o.position,
         o.temperature, o.top_p, o.min_p, o.repetition, o.presence, o.frequency, o.top_k, o.prompt, o.length, o.seed,
-        header.shape[1], len(o.index), SAMPLES_AT=SAMPLES_AT, WORDS=VALUE_WORDS, BLOCK=pow2(len(o.index), 16), COLUMNS=columns,
+        header.shape[1], len(o.index), SAMPLES_AT=SAMPLES_AT, WORDS=VALUE_WORDS, BLOCK=width(len(o.index)), COLUMNS=columns,
         **launch_options(pdl=pdl, warps=4),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens_stride", "R"])
 def _publish_kernel(
     sampled_ptr, slot_ptr, position_ptr, header_ptr, tokens_ptr, ring_ptr, turn_ptr, tokens_stride, R,
     RING: tl.constexpr, SAMPLES_AT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -307,14 +336,14 @@ def publish(
     """
     _publish_kernel[(1,)](
         sampled, rows.slot, rows.position, header, tokens, ring, turn, tokens.stride(0), ring.shape[1],
-        RING=RING, SAMPLES_AT=SAMPLES_AT, BLOCK=pow2(len(sampled), 16), **launch_options(pdl=pdl, warps=4),
+        RING=RING, SAMPLES_AT=SAMPLES_AT, BLOCK=width(len(sampled)), **launch_options(pdl=pdl, warps=4),
     )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------- changes of slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "stride"])
 def _write_rows_kernel(table_ptr, where_ptr, data_ptr, n, stride, BLOCK: tl.constexpr):
     entry = tl.program_id(0)
     row = tl.load(where_ptr + entry).to(tl.int64)
@@ -331,7 +360,7 @@ def write_rows(table: Tensor, where: Tensor, data: Tensor) -> None:
     _write_rows_kernel[(entries, 8)](table, where, data, entries, table.stride(0), BLOCK=256, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "stride"])
 def _write_entries_kernel(table_ptr, where_ptr, n, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n

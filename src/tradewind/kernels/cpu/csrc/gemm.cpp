@@ -189,10 +189,16 @@ void finish(const float* acc, int rows, const Store& to) {
 void finish_gated(const float* acc, int rows, const Store& to) {
     for (int m = 0; m < rows; ++m)
         for (int r = 0; r < to.columns[0]; ++r) {
-            const float gate = acc[m * STRIP + r] + (to.bias[0] ? to.bias[0][r] : 0.0f);
-            const float up = acc[m * STRIP + 16 + r] + (to.bias[1] ? to.bias[1][r] : 0.0f);
-            // gelu_tanh(g) = g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3))
-            const float inner = to.activation == SILU ? gate : 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+            float gate = acc[m * STRIP + r] + (to.bias[0] ? to.bias[0][r] : 0.0f);
+            float up = acc[m * STRIP + 16 + r] + (to.bias[1] ? to.bias[1][r] : 0.0f);
+            float inner = gate;
+            if (to.activation == GELU_TANH) {  // g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3))
+                inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+            } else if (to.activation == SWIGLU_CLAMPED) {  // the order of min and max lets a NaN through
+                gate = std::min(gate, SWIGLU_LIMIT);
+                up = std::max(std::min(up, SWIGLU_LIMIT), -SWIGLU_LIMIT) + 1.0f;
+                inner = SWIGLU_ALPHA * gate;
+            }
             to.out[m * to.stride + r] = gate / (1.0f + std::exp(-inner)) * up;
         }
 }
@@ -313,7 +319,7 @@ TW_OP(linear, 9) {
     matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), a[8].i, 0, false}, t);
 }
 
-// The same and the activation (0 silu, 1 gelu_tanh); bias is gate then up.
+// The same and the activation (gemm.h); bias is gate then up.
 TW_OP(gated_linear, 10) {
     matmul({ptr<float>(a[0]), a[1].i, ptr<Packed>(a[2]), ptr<float>(a[3]), ptr<float>(a[4]), a[5].i, live(a[6]), ptr<uint8_t>(a[7]), a[8].i, a[9].i, true}, t);
 }

@@ -26,7 +26,9 @@ constexpr int MAX_ROWS = 12;  // of any tile
 constexpr int STRIP = 32;     // outputs of a tile
 constexpr int64_t BAND_BYTES = int64_t(384) << 10;  // prepared rows that stay in the second-level cache while strips pass by
 
-enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+// SWIGLU_CLAMPED: (up + 1) g sigmoid(1.702 g), g the gate cut at 7, up cut at +-7. The others: activation(gate) * up.
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1, SWIGLU_CLAMPED = 2 };
+constexpr float SWIGLU_ALPHA = 1.702f, SWIGLU_LIMIT = 7.0f;
 
 // A strip: its two blocks, and the strip that this thread multiplies next (null: not known), to be fetched meanwhile.
 struct Strip {

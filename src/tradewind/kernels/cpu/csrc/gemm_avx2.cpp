@@ -301,12 +301,18 @@ void finish_gated(const float* acc, int rows, const Store& to) {
     for (int m = 0; m < rows; ++m) {
         float result[16];
         for (int i = 0; i < 16; i += 8) {
-            const __m256 gate = _mm256_add_ps(_mm256_loadu_ps(acc + m * STRIP + i), _mm256_loadu_ps(bias[0] + i));
-            const __m256 up = _mm256_add_ps(_mm256_loadu_ps(acc + m * STRIP + 16 + i), _mm256_loadu_ps(bias[1] + i));
+            __m256 gate = _mm256_add_ps(_mm256_loadu_ps(acc + m * STRIP + i), _mm256_loadu_ps(bias[0] + i));
+            __m256 up = _mm256_add_ps(_mm256_loadu_ps(acc + m * STRIP + 16 + i), _mm256_loadu_ps(bias[1] + i));
             __m256 inner = gate;
             if (to.activation == GELU_TANH) {
                 const __m256 cube = _mm256_mul_ps(_mm256_mul_ps(gate, gate), gate);
                 inner = _mm256_mul_ps(_mm256_set1_ps(1.5957691216057308f), _mm256_fmadd_ps(_mm256_set1_ps(0.044715f), cube, gate));
+            } else if (to.activation == SWIGLU_CLAMPED) {  // min and max give their second operand where one is NaN
+                const __m256 limit = _mm256_set1_ps(SWIGLU_LIMIT);
+                gate = _mm256_min_ps(limit, gate);
+                up = _mm256_max_ps(_mm256_set1_ps(-SWIGLU_LIMIT), _mm256_min_ps(limit, up));
+                up = _mm256_add_ps(up, _mm256_set1_ps(1.0f));
+                inner = _mm256_mul_ps(_mm256_set1_ps(SWIGLU_ALPHA), gate);
             }
             const __m256 e = exp_ps(_mm256_sub_ps(_mm256_setzero_ps(), inner));
             const __m256 active = _mm256_div_ps(gate, _mm256_add_ps(_mm256_set1_ps(1.0f), e));

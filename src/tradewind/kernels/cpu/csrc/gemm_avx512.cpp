@@ -362,12 +362,18 @@ void finish_gated(const float* acc, int rows, const Store& to) {
     const __mmask16 live = first(to.columns[0]);
     const __m512 gate_bias = bias_ps(to.bias[0], to.columns[0]), up_bias = bias_ps(to.bias[1], to.columns[1]);
     for (int m = 0; m < rows; ++m) {
-        const __m512 gate = _mm512_add_ps(_mm512_load_ps(acc + m * STRIP), gate_bias);
-        const __m512 up = _mm512_add_ps(_mm512_load_ps(acc + m * STRIP + 16), up_bias);
+        __m512 gate = _mm512_add_ps(_mm512_load_ps(acc + m * STRIP), gate_bias);
+        __m512 up = _mm512_add_ps(_mm512_load_ps(acc + m * STRIP + 16), up_bias);
         __m512 inner = gate;
         if (to.activation == GELU_TANH) {  // g * sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3))
             const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(gate, gate), gate);
             inner = _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, gate));
+        } else if (to.activation == SWIGLU_CLAMPED) {  // min and max give their second operand where one is NaN
+            const __m512 limit = _mm512_set1_ps(SWIGLU_LIMIT);
+            gate = _mm512_min_ps(limit, gate);
+            up = _mm512_max_ps(_mm512_set1_ps(-SWIGLU_LIMIT), _mm512_min_ps(limit, up));
+            up = _mm512_add_ps(up, _mm512_set1_ps(1.0f));
+            inner = _mm512_mul_ps(_mm512_set1_ps(SWIGLU_ALPHA), gate);
         }
         const __m512 e = exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), inner));
         const __m512 active = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), e));

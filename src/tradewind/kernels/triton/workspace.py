@@ -1,0 +1,79 @@
+"""Scratch of the op set "cuda": partial sums, arrival counters, twins of buffers in other types, tables of angles.
+
+Knows: sizes and lifetimes. Refuses to know: kernels, calls and programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tradewind.kernels.triton.launch import FP8
+from tradewind.kernels.triton.library import rope_angles
+from tradewind.kernels.triton.tape import address
+
+
+@dataclass
+class Workspace:
+    """Scratch of kernels, shared by all programs of one op set: they never run at the same time. Grows only; old pieces live on in the
+    programs that were planned with them, so plan the largest bucket first."""
+
+    device: torch.device
+    bytes: int = 0
+    """Of everything that was ever allocated here."""
+    _floats: Tensor | None = None
+    _counters: Tensor | None = None
+    _both: Tensor | None = None
+    _twins: dict[tuple[Any, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    _tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def _new(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        made = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.bytes += made.nbytes
+        return made
+
+    def floats(self, count: int) -> Tensor:
+        """float32 partial sums, at least `count`."""
+        if self._floats is None or self._floats.numel() < count:
+            self._floats = self._new(max(count, 1 << 16), dtype=torch.float32)
+        return self._floats
+
+    def counters(self, count: int) -> Tensor:
+        """int32 arrival counters: zero, and left zero by every kernel."""
+        if self._counters is None or self._counters.numel() < count:
+            self._counters = self._new(max(count, 1 << 14), dtype=torch.int32)
+        return self._counters
+
+    def both(self, rows: int, width: int) -> Tensor:
+        """bf16 [rows, width]: gate and up before their product; used up by the next launch."""
+        if self._both is None or self._both.numel() < rows * width:
+            self._both = self._new(rows * width, dtype=torch.bfloat16)
+        return self._both[: rows * width].view(rows, width)
+
+    def quantised(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """The FP8 twin of a buffer [T, K]: e4m3 [T, K] and float32 [T]. It lives as long as the buffer's value."""
+        key = (address(buffer), *buffer.shape[1:], "fp8")
+        if key not in self._twins or len(self._twins[key][0]) < len(buffer):
+            self._twins[key] = (self._new(*buffer.shape, dtype=FP8), self._new(len(buffer), dtype=torch.float32))
+        return self._twins[key]  # type: ignore[return-value]
+
+    def rounded(self, buffer: Tensor) -> Tensor:
+        """The bf16 twin of a float32 buffer or vector."""
+        key = (address(buffer), *buffer.shape[1:], "bf16")
+        if key not in self._twins or len(self._twins[key][0]) < len(buffer):
+            self._twins[key] = (self._new(*buffer.shape, dtype=torch.bfloat16),)
+        return self._twins[key][0][: len(buffer)]
+
+    def angle_table(self, inv_freq: Tensor, *, scale: float, positions: int) -> Tensor:
+        """float32 [positions, D]: scale * (cos | sin) of every position, computed once."""
+        key = (address(inv_freq), scale)
+        held = self._tables.get(key)
+        if held is None or len(held[0]) < positions:
+            table = self._new(positions, 2 * len(inv_freq), dtype=torch.float32)
+            every = torch.arange(positions, dtype=torch.int32, device=self.device)
+            rope_angles(every, inv_freq, scale=scale, out=table, angle=torch.empty_like(table)[:, : len(inv_freq)])
+            held = self._tables[key] = (table, inv_freq)  # inv_freq is held so that its address stays its own
+        return held[0]

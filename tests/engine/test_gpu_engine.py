@@ -1,0 +1,167 @@
+"""The whole engine on the `cuda` op set, tiny models: on a GPU as it is, elsewhere through Triton's interpreter (test_gpu_interpreter.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_engine import gpu_engine_of
+from tiny_engine import VOCAB, Listener, answers, nothing_is_held_by, prompts, requests, write_checkpoint
+
+from tradewind.contract.events import Preempted, TokensOut
+from tradewind.contract.request import SamplingParams
+
+NEW = 6
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7, max_tokens=NEW, ignore_eos=True)
+LOGPROBS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=3)
+SHORT: dict[str, Any] = {"low": 3, "high": 24}
+
+
+@pytest.fixture(scope="module", params=["full", "windowed"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("full", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[tuple[int, ...]]]:
+    """Each request by itself, without a prefix cache, on the fixed kernels."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    with gpu_engine_of(folder, deterministic=True, prefix_cache=False) as engine:
+        for name, sampling in (("greedy", GREEDY), ("drawn", DRAWN)):
+            found[name] = [answers(engine, [r])[0] for r in requests(engine, prompts(4, **SHORT), sampling, prefix=name)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "means",
+    [
+        pytest.param({}, id="batch"),
+        pytest.param({"max_tokens_per_step": 16}, id="chunks of 16"),
+        pytest.param({"graphs": False, "overlap": False}, id="eager, one step at a time"),
+    ],
+)
+def test_deterministic_answers_depend_on_nobody_else(
+    folder: Path, alone: dict[str, list[tuple[int, ...]]], means: dict[str, Any]
+) -> None:
+    with gpu_engine_of(folder, deterministic=True, **means) as engine:
+        both = requests(engine, prompts(4, **SHORT), GREEDY) + requests(engine, prompts(4, **SHORT), DRAWN, prefix="d")
+        assert answers(engine, both) == alone["greedy"] + alone["drawn"]
+        assert answers(engine, requests(engine, prompts(4, **SHORT), GREEDY, prefix="again")) == alone["greedy"], "prefix hits"
+
+
+def test_deterministic_answers_survive_preemption(folder: Path, alone: dict[str, list[tuple[int, ...]]]) -> None:
+    listener = Listener()
+    with gpu_engine_of(folder, deterministic=True, pages=5, sinks=[listener]) as engine:
+        assert answers(engine, requests(engine, prompts(4, **SHORT), GREEDY)) == alone["greedy"]
+    if not any(isinstance(event, Preempted) for event in listener.events):
+        pytest.fail("the pool was to be too small for all")
+
+
+def test_the_fast_kernels_differ_from_the_fixed_ones_at_near_ties_only(llama: Path) -> None:
+    """What bf16 rounding may change is a token whose logit is within a rounding of the best."""
+    asked = prompts(3, **SHORT)
+    with gpu_engine_of(llama, deterministic=True) as engine:
+        exact = engine.client.run(requests(engine, asked, LOGPROBS))
+    with gpu_engine_of(llama) as engine:
+        fast = engine.client.run(requests(engine, asked, LOGPROBS))
+    for a, b in zip(exact, fast, strict=True):
+        for token, other, entry in zip(a.tokens, b.tokens, logprobs_of(a), strict=False):
+            if token != other:
+                gap = entry.top_logprobs[0] - dict(zip(entry.top_ids, entry.top_logprobs, strict=True)).get(other, -np.inf)
+                assert gap < 0.5, f"{token} and {other} are {gap} apart"
+                break
+
+
+def logprobs_of(handle: Any) -> list[Any]:
+    """The logprobs of a request's tokens."""
+    return [entry for event in handle.events for entry in event.logprobs or ()]
+
+
+def run_with_events(engine: Any, asked: list[Any]) -> list[Any]:
+    """Runs requests and keeps each one's events as `handle.events`."""
+    handles = [engine.client.submit(request) for request in asked]
+    for handle in handles:
+        handle.events = list(handle)
+    return handles
+
+
+def test_logprobs_are_those_of_the_raw_logits_however_many_are_asked(llama: Path) -> None:
+    with gpu_engine_of(llama, deterministic=True) as engine:
+        asked = [
+            SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=n, prompt_logprobs=2, repetition_penalty=p)
+            for n, p in ((0, 1.0), (4, 1.0), (10, 1.3))
+        ]
+        handles = run_with_events(engine, requests(engine, [prompts(1, **SHORT)[0]] * 3, asked))
+        first = [logprobs_of(handle)[0] for handle in handles]
+        assert [len(entry.top_ids) for entry in first] == [0, 4, 10]
+        assert first[1].top_ids == first[2].top_ids[:4] and first[1].top_logprobs == first[2].top_logprobs[:4]
+        assert first[0].token == first[1].token == first[1].top_ids[0]
+        assert all(np.isfinite(entry.logprob) and entry.logprob <= 0 for entry in first)
+        prompt = [event.prompt_logprobs for event in handles[0].events if event.prompt_logprobs]
+        assert prompt and all(entry is None or entry.logprob <= 0 for entry in prompt[0])
+
+
+def test_bans_and_biases_hold_in_a_batch(llama: Path) -> None:
+    prompt = prompts(1, **SHORT)[0]
+    with gpu_engine_of(llama, deterministic=True) as engine:
+        plain = answers(engine, requests(engine, [prompt], GREEDY))[0]
+        asked = [
+            GREEDY,
+            SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, bad_words=((plain[0],),)),
+            SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, bad_words=((plain[0], plain[1]),)),
+            SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, logit_bias={11: 100.0}),
+        ]
+        found = answers(engine, requests(engine, [prompt] * 4, asked, prefix="b"))
+    assert found[0] == plain
+    assert plain[0] not in found[1]
+    assert found[2][0] == plain[0] and found[2][1] != plain[1]
+    assert set(found[3]) == {11}
+
+
+def test_a_grammar_holds_beside_free_rows(llama: Path) -> None:
+    pytest.importorskip("llguidance")
+    with gpu_engine_of(llama, deterministic=True) as engine:
+        free = answers(engine, requests(engine, prompts(2, **SHORT), GREEDY))
+        constrained = requests(engine, [prompts(1, **SHORT)[0]], GREEDY, prefix="g", grammar='start: /[0-9]{3}/')
+        found = answers(engine, requests(engine, prompts(2, **SHORT), GREEDY, prefix="f") + constrained)
+        text = engine.tokenizer.decode(list(found[2]))
+    assert found[:2] == free
+    assert text.strip()[:3].isdigit(), text
+
+
+def test_cancelled_requests_leave_nothing_behind(llama: Path) -> None:
+    with gpu_engine_of(llama) as engine:
+        long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        handles = [engine.client.submit(request) for request in requests(engine, prompts(6, **SHORT), long)]
+        for _ in range(5):
+            engine.client.drive()
+        for handle in handles[::2]:
+            handle.cancel()
+        for handle in handles[1::2]:
+            handle.cancel()
+        while engine.client.drive():
+            pass
+        assert all(isinstance(handle.last, TokensOut) and handle.last.finish == "abort" for handle in handles)
+        assert nothing_is_held_by(engine)
+
+
+def test_broken_weights_end_the_request_with_a_reason(llama: Path, tmp_path: Path) -> None:
+    import safetensors.numpy as safe
+
+    folder = write_checkpoint("full", tmp_path / "broken")
+    tensors = dict(safe.load_file(folder / "model.safetensors"))
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    safe.save_file(tensors, folder / "model.safetensors")
+    with gpu_engine_of(folder) as engine:
+        handle = engine.client.run(requests(engine, prompts(1, **SHORT), GREEDY))[0]
+    assert handle.last is not None and handle.last.finish == "error"
+    assert handle.last.error == "the model's logits are not finite"
+    assert VOCAB == 260
