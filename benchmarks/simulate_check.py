@@ -2,8 +2,9 @@
 
     python benchmarks/simulate_check.py MODEL [--seconds 60] [--rate 2.0] [--cpu-clock] [--out simulate_check.json]
 
-The first trace (fitted to) sweeps the rate from a fifth of `--rate` to twice as much, so that steps of every size are seen. The
-second (predicted) has another seed, other lengths and shared prefixes. Both engine and simulation get the same plan and the same arrivals.
+The trace that is fitted to sweeps the rate from a fifth of `--rate` to twice as much, so that steps of every size are seen; one half of it
+runs before the other trace and one after, so that a machine that becomes slower or faster meanwhile does not count. The predicted trace has
+another seed, other lengths and shared prefixes. Engine and simulation get the same plan and the same arrivals.
 """
 
 from __future__ import annotations
@@ -209,20 +210,29 @@ def main() -> None:
         f"{plan.model}: {plan.schedule.steps_in_flight} in flight, {plan.numerics.threads} threads, {plan.numerics.compute}"
     )
 
-    first = swept(seconds=arguments.seconds, rate=arguments.rate, seed=arguments.seed)
-    log, requests = run(planned, first)
-    steps, records = list(log.steps), list(log.requests)
-    model: StepTime = fit(steps, prior=roofline(plan), host=host_time_of(steps))
+    before, requests = run(planned, swept(seconds=arguments.seconds / 2, rate=arguments.rate, seed=arguments.seed))
+    second = held_out(seconds=arguments.seconds, rate=arguments.rate, seed=arguments.seed + 1)
+    log, _ = run(planned, second)
+    after, _ = run(planned, swept(seconds=arguments.seconds / 2, rate=arguments.rate, seed=arguments.seed + 2))
+
+    model: StepTime = fit([*before.steps, *after.steps], prior=roofline(plan), host=host_time_of(before.steps))
     print(model.described())
     print(
         "host:", ", ".join(f"{name} {1e6 * value:.1f} us" for name, value in msgspec.structs.asdict(model.host).items())
     )
-    again = replay(steps, records, {r.id: r for r in requests}, schedule=plan.schedule, cache=plan.cache)
+    alone = fit(list(before.steps), prior=roofline(plan))
+    drift = sum(r.took_s for r in after.steps) / sum(alone.device_s(r.features) for r in after.steps)
+    print(f"the machine took {drift:.3f} times as long for the last part as for the first")
+    again = replay(
+        list(before.steps),
+        list(before.requests),
+        {r.id: r for r in requests},
+        schedule=plan.schedule,
+        cache=plan.cache,
+    )
     same = "the same" if again.differs_at is None else f"different from step {again.differs_at} on"
     print(f"replayed with the logged times: {len(again.digests)} decisions, {same}")
 
-    second = held_out(seconds=arguments.seconds, rate=arguments.rate, seed=arguments.seed + 1)
-    log, _ = run(planned, second)
     real = measured(list(log.requests))
     median, p90 = relative_errors(model, list(log.steps))
     untrusted = sum(not model.trustworthy(record.features) for record in log.steps)
@@ -257,6 +267,7 @@ def main() -> None:
             "seconds": arguments.seconds,
             "rate": arguments.rate,
             "fitted_steps": model.steps,
+            "drift": drift,
             "held_out_error_median": model.error_median,
             "held_out_error_p90": model.error_p90,
             "other_trace_error_median": median,

@@ -257,6 +257,7 @@ def _on_gpu(
         runner.prepare(rows, prompt_sizes=tokens, threads=min(16, plan.hardware.cores))
     with phases("graphs"):
         runner.warm(rows, prompt_sizes=tokens)
+    runner.prepare_rest()
     return DeviceExecutor(runner, at_close=close)
 
 

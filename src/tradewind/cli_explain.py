@@ -174,7 +174,7 @@ def _bars(parts: Sequence[Part], total_s: float, says: Any) -> list[str]:
         if share < 0.001:
             continue
         who = f" ({part.blocked_by})" if part.blocked_by else ""
-        bar = "█" * max(1, round(BAR * share)) if share >= 0.5 / BAR else "▏"
+        bar = "█" * round(BAR * share) if share >= 0.5 / BAR else "▏"
         lines.append(f"    {part.name:<15}{ms(part.seconds):>9}  {bar:<{BAR}}  {says[part.name]}{who}")
     return lines
 

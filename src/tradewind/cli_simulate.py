@@ -24,7 +24,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = subparsers.add_parser(
         "simulate", help=TEXT, description=TEXT, usage="%(prog)s [options] TRACE"
     )
-    made.add_argument("trace", metavar="TRACE", help="ours (JSON lines), Mooncake's, Azure's or BurstGPT's")
+    made.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="ours (JSON lines), Mooncake's, Azure's, BurstGPT's, or a recorded journal's folder",
+    )
     made.add_argument(
         "--plan", metavar="FILE", help="a plan as JSON (tradewind plan --json); without it one is made for --model"
     )
@@ -48,6 +52,16 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     made.add_argument(
         "--load-bound", type=float, default=1.25, metavar="X", help="prefix_aware: most open requests, by the mean"
     )
+    made.add_argument(
+        "--drafts", type=int, default=0, metavar="N", help="guesses per row, as a drafter would make them"
+    )
+    made.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.7,
+        metavar="P",
+        help="with --drafts: how probable each guess is right (default 0.7)",
+    )
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of the noise of step times")
     made.add_argument("--no-noise", action="store_true", help="every step takes exactly what the model says")
     made.add_argument("--json", action="store_true", help="the report as JSON")
@@ -68,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--rate is {arguments.rate:g}; give a number over 0")
     if arguments.requests is not None and arguments.requests < 1:
         raise UserError(f"--requests is {arguments.requests}; give at least 1")
+    if arguments.drafts < 0 or not 0 <= arguments.acceptance <= 1:
+        raise UserError(
+            f"--drafts is {arguments.drafts} and --acceptance {arguments.acceptance:g}; give 0 or more, and a probability"
+        )
     trace = read_trace(Path(arguments.trace), kind=arguments.format, limit=arguments.requests)
     plan = _plan(arguments)
     times = _times(arguments, plan)
@@ -79,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         noise=not arguments.no_noise,
         seed=arguments.seed,
         load_bound=arguments.load_bound,
+        drafts_per_row=arguments.drafts,
+        acceptance=arguments.acceptance,
     )
     shown = None if arguments.quiet or not sys.stderr.isatty() else _Progress(len(trace))
     try:

@@ -1,4 +1,4 @@
-"""A whole engine on the `cuda` op set: on a GPU where there is one, else through Triton's interpreter (TRITON_INTERPRET=1 before Python starts)."""
+"""A whole engine on the `cuda` op set: on a GPU where there is one, else through Triton's interpreter (set before Python starts)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def gpu_engine_of(
     **means: Any,
 ) -> Iterator[Engine]:
     """An engine on the checkpoint with small steps; `pages` and `schedule` overrule the plan."""
-    goals = Goals(model=str(folder), means=Means(backend="cuda", **{"max_running": 6, "max_tokens_per_step": 48, "page_tokens": 16, **means}))
+    small = {"max_running": 6, "max_tokens_per_step": 48, "page_tokens": 16}
+    goals = Goals(model=str(folder), means=Means(backend="cuda", **{**small, **means}))
     checkpoint = open_checkpoint(folder)
     plan = resolve(goals, read_card(checkpoint, name=str(folder)), HARDWARE, missing={})
     cache = plan.cache

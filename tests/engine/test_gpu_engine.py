@@ -1,23 +1,27 @@
-"""The whole engine on the `cuda` op set, tiny models: on a GPU as it is, elsewhere through Triton's interpreter (test_gpu_interpreter.py)."""
+"""The whole engine on the `cuda` op set with tiny models: on a GPU, elsewhere through Triton's interpreter (test_gpu_interpreter.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from gpu_engine import gpu_engine_of
+from gpu_engine import INTERPRETED, gpu_engine_of
 from tiny_engine import VOCAB, Listener, answers, nothing_is_held_by, prompts, requests, write_checkpoint
 
 from tradewind.contract.events import Preempted, TokensOut
 from tradewind.contract.request import SamplingParams
+from tradewind.serving.structured import StructuredOutput
 
-NEW = 6
+NEW = 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-DRAWN = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7, max_tokens=NEW, ignore_eos=True)
+DRAWN = SamplingParams(
+    temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7, max_tokens=NEW, ignore_eos=True
+)
 LOGPROBS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=3)
-SHORT: dict[str, Any] = {"low": 3, "high": 24}
+SHORT: dict[str, Any] = {"low": 14, "high": 24}
 
 
 @pytest.fixture(scope="module", params=["full", "windowed"])
@@ -36,7 +40,9 @@ def alone(folder: Path) -> dict[str, list[tuple[int, ...]]]:
     found: dict[str, list[tuple[int, ...]]] = {}
     with gpu_engine_of(folder, deterministic=True, prefix_cache=False) as engine:
         for name, sampling in (("greedy", GREEDY), ("drawn", DRAWN)):
-            found[name] = [answers(engine, [r])[0] for r in requests(engine, prompts(4, **SHORT), sampling, prefix=name)]
+            found[name] = [
+                answers(engine, [r])[0] for r in requests(engine, prompts(2, **SHORT), sampling, prefix=name)
+            ]
     return found
 
 
@@ -52,15 +58,17 @@ def test_deterministic_answers_depend_on_nobody_else(
     folder: Path, alone: dict[str, list[tuple[int, ...]]], means: dict[str, Any]
 ) -> None:
     with gpu_engine_of(folder, deterministic=True, **means) as engine:
-        both = requests(engine, prompts(4, **SHORT), GREEDY) + requests(engine, prompts(4, **SHORT), DRAWN, prefix="d")
+        both = requests(engine, prompts(2, **SHORT), GREEDY) + requests(engine, prompts(2, **SHORT), DRAWN, prefix="d")
         assert answers(engine, both) == alone["greedy"] + alone["drawn"]
-        assert answers(engine, requests(engine, prompts(4, **SHORT), GREEDY, prefix="again")) == alone["greedy"], "prefix hits"
+        assert answers(engine, requests(engine, prompts(2, **SHORT), GREEDY, prefix="again")) == alone["greedy"], (
+            "prefix hits"
+        )
 
 
 def test_deterministic_answers_survive_preemption(folder: Path, alone: dict[str, list[tuple[int, ...]]]) -> None:
     listener = Listener()
-    with gpu_engine_of(folder, deterministic=True, pages=5, sinks=[listener]) as engine:
-        assert answers(engine, requests(engine, prompts(4, **SHORT), GREEDY)) == alone["greedy"]
+    with gpu_engine_of(folder, deterministic=True, pages=3, sinks=[listener]) as engine:
+        assert answers(engine, requests(engine, prompts(2, **SHORT), GREEDY)) == alone["greedy"]
     if not any(isinstance(event, Preempted) for event in listener.events):
         pytest.fail("the pool was to be too small for all")
 
@@ -69,43 +77,65 @@ def test_the_fast_kernels_differ_from_the_fixed_ones_at_near_ties_only(llama: Pa
     """What bf16 rounding may change is a token whose logit is within a rounding of the best."""
     asked = prompts(3, **SHORT)
     with gpu_engine_of(llama, deterministic=True) as engine:
-        exact = engine.client.run(requests(engine, asked, LOGPROBS))
+        exact = run_with_events(engine, requests(engine, asked, LOGPROBS))
     with gpu_engine_of(llama) as engine:
-        fast = engine.client.run(requests(engine, asked, LOGPROBS))
-    for a, b in zip(exact, fast, strict=True):
-        for token, other, entry in zip(a.tokens, b.tokens, logprobs_of(a), strict=False):
+        fast = run_with_events(engine, requests(engine, asked, LOGPROBS))
+    for (a, events), (b, _) in zip(exact, fast, strict=True):
+        for token, other, entry in zip(a.tokens, b.tokens, logprobs_of(events), strict=False):
             if token != other:
-                gap = entry.top_logprobs[0] - dict(zip(entry.top_ids, entry.top_logprobs, strict=True)).get(other, -np.inf)
+                gap = entry.top_logprobs[0] - dict(zip(entry.top_ids, entry.top_logprobs, strict=True)).get(
+                    other, -np.inf
+                )
                 assert gap < 0.5, f"{token} and {other} are {gap} apart"
                 break
 
 
-def logprobs_of(handle: Any) -> list[Any]:
+def test_fresh_prompts_by_another_kernel_give_the_same_logits(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 (in torch, where there is no GPU) beside decoding rows, whose answers it must leave alone."""
+    asked = prompts(3, **SHORT)
+    found = []
+    for there in (None, object()):
+        if there is not None and not INTERPRETED:
+            pytest.importorskip("fa3_fwd._C")
+        monkeypatch.setattr("tradewind.attention.fresh.find_spec", lambda name, there=there: there)
+        with gpu_engine_of(llama, prefix_cache=False) as engine:
+            first = engine.client.submit(requests(engine, [asked[0]], LOGPROBS)[0])
+            while not first.tokens:
+                engine.client.drive()
+            others = [engine.client.submit(request) for request in requests(engine, asked[1:], LOGPROBS, prefix="o")]
+            found.append([list(handle) for handle in (first, *others)])
+            assert engine.client.loop.scheduler.idle
+    for one, two in zip(*found, strict=True):
+        a, b = (next(entry for event in events for entry in event.logprobs or ()) for events in (one, two))
+        assert abs(a.top_logprobs[0] - b.top_logprobs[0]) < 0.1
+
+
+def logprobs_of(events: list[TokensOut]) -> list[Any]:
     """The logprobs of a request's tokens."""
-    return [entry for event in handle.events for entry in event.logprobs or ()]
+    return [entry for event in events for entry in event.logprobs or ()]
 
 
-def run_with_events(engine: Any, asked: list[Any]) -> list[Any]:
-    """Runs requests and keeps each one's events as `handle.events`."""
+def run_with_events(engine: Any, asked: list[Any]) -> list[tuple[Any, list[TokensOut]]]:
+    """Runs requests; each one's handle and events."""
     handles = [engine.client.submit(request) for request in asked]
-    for handle in handles:
-        handle.events = list(handle)
-    return handles
+    return [(handle, list(handle)) for handle in handles]
 
 
 def test_logprobs_are_those_of_the_raw_logits_however_many_are_asked(llama: Path) -> None:
     with gpu_engine_of(llama, deterministic=True) as engine:
         asked = [
-            SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=n, prompt_logprobs=2, repetition_penalty=p)
+            SamplingParams(
+                temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=n, prompt_logprobs=2, repetition_penalty=p
+            )
             for n, p in ((0, 1.0), (4, 1.0), (10, 1.3))
         ]
         handles = run_with_events(engine, requests(engine, [prompts(1, **SHORT)[0]] * 3, asked))
-        first = [logprobs_of(handle)[0] for handle in handles]
+        first = [logprobs_of(events)[0] for _, events in handles]
         assert [len(entry.top_ids) for entry in first] == [0, 4, 10]
         assert first[1].top_ids == first[2].top_ids[:4] and first[1].top_logprobs == first[2].top_logprobs[:4]
         assert first[0].token == first[1].token == first[1].top_ids[0]
         assert all(np.isfinite(entry.logprob) and entry.logprob <= 0 for entry in first)
-        prompt = [event.prompt_logprobs for event in handles[0].events if event.prompt_logprobs]
+        prompt = [event.prompt_logprobs for event in handles[0][1] if event.prompt_logprobs]
         assert prompt and all(entry is None or entry.logprob <= 0 for entry in prompt[0])
 
 
@@ -130,7 +160,11 @@ def test_a_grammar_holds_beside_free_rows(llama: Path) -> None:
     pytest.importorskip("llguidance")
     with gpu_engine_of(llama, deterministic=True) as engine:
         free = answers(engine, requests(engine, prompts(2, **SHORT), GREEDY))
-        constrained = requests(engine, [prompts(1, **SHORT)[0]], GREEDY, prefix="g", grammar='start: /[0-9]{3}/')
+        digits = StructuredOutput(engine.tokenizer).text(StructuredOutput(engine.tokenizer).regex("[0-9]{3}"))
+        constrained = [
+            msgspec.structs.replace(request, grammar=digits)
+            for request in requests(engine, [prompts(1, **SHORT)[0]], GREEDY, prefix="g")
+        ]
         found = answers(engine, requests(engine, prompts(2, **SHORT), GREEDY, prefix="f") + constrained)
         text = engine.tokenizer.decode(list(found[2]))
     assert found[:2] == free

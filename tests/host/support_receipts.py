@@ -16,7 +16,8 @@ from tradewind.contract.step import Step
 from tradewind.engine.loop import Add, EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.observability.lives import Lives
-from tradewind.observability.receipts import ItemisedReceipt, ReceiptBook
+from tradewind.observability.receipt_book import ReceiptBook
+from tradewind.observability.receipts import ItemisedReceipt
 from tradewind.simulate.clock import VirtualClock
 from tradewind.simulate.scripted import ScriptedExecutor
 

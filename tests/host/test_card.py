@@ -629,7 +629,10 @@ def test_gguf_end_of_turn_is_found_by_name() -> None:
 
 
 BROKEN_GGUF: list[tuple[dict[str, Any], str]] = [
-    ({"general.architecture": "rwkv"}, "architecture 'rwkv' is not supported; known are gemma3, llama, qwen2, qwen3"),
+    (
+        {"general.architecture": "rwkv"},
+        "architecture 'rwkv' is not supported; known are gemma2, gemma3, granite, llama, olmo2, phi3, qwen2, qwen2moe, qwen3",
+    ),
     ({"block_count": None}, "'llama.block_count' is missing"),
     ({"attention.head_count": [4, 4, 2, 4]}, "the same whole number for every layer"),
     ({"attention.head_count_kv": 3}, "llama.attention.head_count is 4 and llama.attention.head_count_kv 3"),

@@ -93,7 +93,9 @@ class Named:
         self.id = name
 
 
-def talk(world: World, recorded: Recorded | None, arrivals: Sequence[tuple[float, Any]]) -> dict[str, tuple[int, float]]:
+def talk(
+    world: World, recorded: Recorded | None, arrivals: Sequence[tuple[float, Any]]
+) -> dict[str, tuple[int, float]]:
     """Plays arrivals, each made into a request when its time comes: by id, cached tokens and when it got its slot."""
     coming = sorted(arrivals, key=lambda pair: pair[0])
     started: dict[str, tuple[int, float]] = {}
@@ -142,17 +144,25 @@ def conversations(world: World, seed: int) -> list[tuple[float, Any]]:
         salt = "salt" if person % 6 == 0 else ""
 
         def turn(
-            number: int, system: list[int] = system, texts: Any = texts, answers: Any = answers, person: int = person, salt: str = salt
+            number: int,
+            system: list[int] = system,
+            texts: Any = texts,
+            answers: Any = answers,
+            person: int = person,
+            salt: str = salt,
         ) -> Request:
             whole = list(system)
             for before in range(number):
                 whole += [*texts[before], *said(world, f"p{person}.t{before}")]
             return request(
-                f"p{person}.t{number}", [*whole, *texts[number]], max_tokens=answers[number], cache_salt=salt, tenant=f"u{person}"
+                f"p{person}.t{number}",
+                [*whole, *texts[number]],
+                max_tokens=answers[number],
+                cache_salt=salt,
+                tenant=f"u{person}",
             )
 
-        for number in range(len(texts)):
-            out.append((at_s + 1.2 * number, lambda number=number, turn=turn: turn(number)))
+        out.extend((at_s + 1.2 * number, lambda number=number, turn=turn: turn(number)) for number in range(len(texts)))
     return out
 
 
@@ -208,7 +218,8 @@ def test_redacted_raw_and_recorded_are_the_same_to_the_scheduler(
             assert other[name][0] == cached, name
             assert other[name][1] == pytest.approx(at_s, abs=1e-3), name
     journal = read_journal(redacted_place)
-    waits = [seconds for e in journal.entries if e.receipt for p in e.receipt.ttft if p.name.startswith("queue_") for seconds in [p.seconds]]
+    receipts = [entry.receipt for entry in journal.entries if entry.receipt is not None]
+    waits = [part.seconds for made in receipts for part in made.ttft if part.name.startswith("queue_")]
     assert max(waits) > 0.05, "there was no queue"
 
 
@@ -218,11 +229,17 @@ def test_what_is_left_out(journals: tuple[Path, Path, dict[str, tuple[int, float
     text = b"".join(path.read_bytes() for path in journal_files(redacted_place))
     for entry in raw.entries:
         (sequence,) = entry.sequences
-        assert sequence.prompt is not None and sequence.output is not None and len(sequence.prompt) == sequence.prompt_tokens
+        assert (
+            sequence.prompt is not None
+            and sequence.output is not None
+            and len(sequence.prompt) == sequence.prompt_tokens
+        )
         assert b",".join(b"%d" % token for token in sequence.prompt[:4]) not in text
     assert b"salt" not in text and KEY not in text and b"req-" not in text
     for one, other in zip(raw.entries, redacted.entries, strict=True):
-        assert one.id == other.id and one.sequences[0].blocks == other.sequences[0].blocks and one.tenant == other.tenant
+        assert (
+            one.id == other.id and one.sequences[0].blocks == other.sequences[0].blocks and one.tenant == other.tenant
+        )
         assert other.sequences[0].prompt is None and other.sequences[0].output is None and other.params is None
         assert other.receipt is not None and one.receipt is not None and other.receipt.e2e == one.receipt.e2e
     assert len({entry.tenant for entry in redacted.entries}) == 25
@@ -249,7 +266,8 @@ def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path, world, max_file_bytes=20_000, max_bytes=60_000)
     random = np.random.default_rng(0)
     arrivals = [
-        (0.05 * place, lambda place=place: request(f"r{place:03d}", prompt(random, 100), max_tokens=2)) for place in range(120)
+        (0.05 * place, lambda place=place: request(f"r{place:03d}", prompt(random, 100), max_tokens=2))
+        for place in range(120)
     ]
     talk(world, recorded, arrivals)
     recorded.close()
@@ -274,7 +292,11 @@ def test_a_full_disk_costs_the_journal_only(
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", full)
-    talk(world, recorded, [(0.0, lambda: request("a", [5, 6, 7], max_tokens=3)), (0.1, lambda: request("b", [5], max_tokens=1))])
+    talk(
+        world,
+        recorded,
+        [(0.0, lambda: request("a", [5, 6, 7], max_tokens=3)), (0.1, lambda: request("b", [5], max_tokens=1))],
+    )
     recorded.close()
     assert [writer.dropped for writer in recorded.writers] == [2, 2]
     assert "ends here: No space left on device" in caplog.text and "has lost 2 requests" in caplog.text
@@ -291,7 +313,7 @@ def test_halves_that_never_meet_are_bounded(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="the journal cannot be written to .*file.* with --record"):
+    with pytest.raises(UserError, match=r"the journal cannot be written to .*file.* with --record"):
         JournalWriter(tmp_path / "file" / "folder", model="m", vocab_size=100)
 
 
@@ -301,7 +323,9 @@ def test_only_the_latest_run_is_read(tmp_path: Path) -> None:
     write(tmp_path / "journal-0000000000002-00001.jsonl", header(run="b"), entry("cut", 6.0), b'{"id": "x', end=b"")
     journal = read_journal(tmp_path)
     assert [one.id for one in journal.entries] == ["soon", "late", "cut"]
-    assert len(journal.notes) == 2 and "2 requests of earlier starts" in journal.notes[1] and "was cut" in journal.notes[0]
+    assert (
+        len(journal.notes) == 2 and "2 requests of earlier starts" in journal.notes[1] and "was cut" in journal.notes[0]
+    )
     assert [one.id for one in read_journal(tmp_path, limit=1).entries] == ["soon"]
     assert [one.id for one in read_journal(tmp_path / "journal-0000000000001-00000.jsonl").entries] == ["old", "old2"]
 
@@ -326,7 +350,7 @@ def test_a_broken_line_is_named(tmp_path: Path, lines: list[Any], said: str) -> 
 
 
 def test_no_journal(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no journal in .*--record makes one"):
+    with pytest.raises(UserError, match=r"there is no journal in .*--record makes one"):
         read_journal(tmp_path)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_journal(tmp_path / "nowhere")
@@ -350,7 +374,10 @@ def test_made_up_prompts_agree_where_the_recorded_ones_did(shapes: list[tuple[in
     for place, (start, length, own) in enumerate(shapes):
         recorded = [start * 100 + n for n in range(length)] + [10_000 * (place + 1) + n for n in range(own + 1)]
         sequence = SequenceEntry(
-            prompt_tokens=len(recorded), output_tokens=0, max_tokens=1, blocks=block_chain(recorded, block_tokens=size, key=KEY)
+            prompt_tokens=len(recorded),
+            output_tokens=0,
+            max_tokens=1,
+            blocks=block_chain(recorded, block_tokens=size, key=KEY),
         )
         real.append(recorded)
         made.append(text.prompt(msgspec.structs.replace(entry(f"e{place}"), sequences=(sequence,)), 0))
@@ -404,7 +431,9 @@ def test_plan_keeps_the_times() -> None:
 )
 def test_wilson_against_published_values(met: int, of: int, low: float, high: float) -> None:
     got = wilson(met, of)
-    assert got.low == pytest.approx(low, abs=5e-5) and got.high == pytest.approx(high, abs=5e-5) and got.share == met / of
+    assert (
+        got.low == pytest.approx(low, abs=5e-5) and got.high == pytest.approx(high, abs=5e-5) and got.share == met / of
+    )
 
 
 def test_wilson_covers() -> None:
@@ -423,10 +452,20 @@ def test_attainment_by_class() -> None:
         Timed(traffic_class="bulk", ttft_s=9.0, tpot_s=0.02, e2e_s=30.0),
     ]
     bulk, chat = attainment(requests, parse_targets(["ttft=500ms,tpot=50ms", "bulk:e2e=1min"]))
-    assert (chat.requests, chat.failed) == (4, 1) and chat.attained is not None and (chat.attained.met, chat.attained.of) == (2, 4)
+    assert (
+        (chat.requests, chat.failed) == (4, 1)
+        and chat.attained is not None
+        and (chat.attained.met, chat.attained.of) == (2, 4)
+    )
     by_name = {metric.metric: metric for metric in chat.metrics}
     ttft, tpot, e2e = by_name["ttft"].attained, by_name["tpot"].attained, by_name["e2e"].attained
-    assert ttft is not None and (ttft.met, ttft.of) == (2, 4) and tpot is not None and (tpot.met, tpot.of) == (2, 3) and e2e is None
+    assert (
+        ttft is not None
+        and (ttft.met, ttft.of) == (2, 4)
+        and tpot is not None
+        and (tpot.met, tpot.of) == (2, 3)
+        and e2e is None
+    )
     assert bulk.attained is not None and bulk.attained.share == 1.0
     assert by_name["ttft"].p50_s == pytest.approx(0.1)
     (plain,) = attainment(requests[:1], {})
@@ -446,7 +485,9 @@ def test_targets_that_make_no_sense(text: str) -> None:
 
 @given(
     st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e9)), max_size=30),
-    st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="\ufffe\uffff"), max_size=8),
+    st.text(
+        st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="\ufffe\uffff"), max_size=8
+    ),
 )
 def test_plots_are_well_formed(points: list[tuple[float, float]], name: str) -> None:
     for text in (

@@ -11,18 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 from support_receipts import PAGE, Cost, World, check_sums, prompt
+from support_reports import Receipt, arrived, tokens
 
-from tradewind.contract.events import Held
-from tradewind.observability.receipts import (
-    BINDINGS,
-    KEPT,
-    OF_CAUSE,
-    PARTS,
-    SAYS,
-    ItemisedReceipt,
-    PartName,
-    ReceiptBook,
-)
+from tradewind.contract.events import FrontTimes, Held
+from tradewind.observability.lives import Lives
+from tradewind.observability.receipt_book import KEPT, ReceiptBook
+from tradewind.observability.receipts import BINDINGS, OF_CAUSE, PARTS, SAYS, ItemisedReceipt, PartName
 
 VICTIM = "victim"
 CASES = 200
@@ -390,6 +384,32 @@ def test_a_receipt_survives_json() -> None:
     world.run()
     data = world.book.json("a", "")
     assert data is not None and msgspec.json.decode(data, type=ItemisedReceipt) == world.made["a"]
+
+
+def test_requests_that_never_run_cost_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tradewind.observability.receipt_book.PENDING", 50)
+    book = ReceiptBook(kept=10)
+    lives = Lives([book])
+    for place in range(1000):
+        lives.take_reports([arrived(f"r{place}", float(place)), tokens(f"r{place}", place + 0.5, 0, finish="error")])
+    assert len(book._unmarked) <= 101 and len(book._ended) <= 50 and len(book._tenants) <= 101
+    for place in range(1000):
+        lives.take(arrived(f"s{place}", 2000.0 + place))
+        book.take_receipt(
+            Receipt(
+                id=f"q{place}",
+                sequences=(f"s{place}",),
+                times=FrontTimes(received_s=0, read_s=0, parsed_s=0, submitted_s=0),
+            )
+        )
+    assert len(book._waiting) <= 50 and len(book._waits_for) <= 50
+
+
+def test_a_new_engine_has_a_new_queue() -> None:
+    book = ReceiptBook()
+    book.held(Held(at_s=1.0, cause="slot", blocked_by="x"))
+    book.engine_ended(2.0)
+    assert book._queue.at(10.0) == {"slot": 1.0}
 
 
 def test_reports_of_strangers_are_ignored() -> None:

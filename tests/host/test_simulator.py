@@ -22,21 +22,23 @@ from tradewind.config.goals import Goals
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.config.resolve import resolve
 from tradewind.contract.errors import MissingExtraError, UserError
-from tradewind.contract.executor import Executor
+from tradewind.contract.executor import Executor, Resting
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.contract.step import Step, StepResult
 from tradewind.engine.client import LocalClient
 from tradewind.engine.loop import Add, EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import RealClock, VirtualClock
+from tradewind.simulate.features import FeatureReader, Features
 from tradewind.simulate.outcome import Outcome, Series
 from tradewind.simulate.report import SimulationReport, draw, report_text, show_s, summarise
 from tradewind.simulate.router import PrefixAware
 from tradewind.simulate.scripted import ScriptedExecutor
 from tradewind.simulate.simulator import END_TOKEN, SimulateOptions, request_of, simulate
 from tradewind.simulate.steplog import StepLog, digest_of, host_time_of, read_step_log, replay
-from tradewind.simulate.steptime import KNOTS, FeatureReader, Features, HostTime, StepTime, fit, flat_prior
-from tradewind.simulate.traces import Trace, TraceLine, make_trace, poisson_trace, write_trace
+from tradewind.simulate.steptime import KNOTS, HostTime, StepTime, fit, flat_prior
+from tradewind.simulate.trace_columns import Trace, TraceLine, make_trace, poisson_trace
+from tradewind.simulate.traces import write_trace
 
 NO_HOST = HostTime(decide_s=0, decide_row_s=0, decide_enter_s=0, absorb_s=0, absorb_row_s=0, loop_s=0)
 
@@ -233,6 +235,8 @@ def test_a_replay_that_differs_says_where() -> None:
     other = msgspec.structs.replace(schedule, max_tokens_per_step=16)
     assert replay(log.steps, log.requests, asked, schedule=schedule, cache=cache).differs_at is None
     assert replay(log.steps, log.requests, asked, schedule=other, cache=cache).differs_at is not None
+    with pytest.raises(UserError, match="begins at step 2 or has gaps"):
+        replay(list(log.steps)[1:], log.requests, asked, schedule=schedule, cache=cache)
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -318,6 +322,28 @@ def test_events_alone_tell_nearly_what_the_columns_say() -> None:
     assert len(heard.requests) == 30
     one = heard.requests[0]
     assert one.output_tokens == trace.output_tokens[int(one.id)] and one.first_token_s > one.taken_s
+
+
+def test_a_watched_executor_can_what_it_could() -> None:
+    class Rests(ScriptedExecutor):
+        prepared = False
+        rested = False
+
+        def rest(self) -> None:
+            self.rested = True
+
+    plain = ScriptedExecutor(groups=cache_plan().groups, pages=(65,), max_running=8)
+    resting = Rests(groups=cache_plan().groups, pages=(65,), max_running=8)
+    log = StepLog(groups=cache_plan().groups, slots=8)
+    assert not isinstance(log.watching(plain), Resting)
+    watched = log.watching(resting)
+    assert isinstance(watched, Resting)
+    watched.rest()
+    assert resting.rested
+    assert getattr(watched, "prepared", True) is False
+    assert getattr(log.watching(plain), "prepared", True) is True
+    watched.close()
+    assert resting.closed
 
 
 def test_logs_are_kept_in_files(tmp_path: Path) -> None:
@@ -496,6 +522,26 @@ def test_prefixes_are_found_in_the_cache() -> None:
     assert summarise(got).cache_hit_rate == pytest.approx(72 / 160)
 
 
+@pytest.mark.parametrize(("known", "found"), [((1, 2, 3, 4), 28), ((1, 2), 16)])
+def test_a_conversation_finds_the_answers_it_goes_on_from(known: tuple[int, ...], found: int) -> None:
+    """The answer's 16 tokens lie in blocks 3 and 4; the KV of its last one is never computed, so 7 pages of 4 tokens are whole."""
+    lines = [
+        TraceLine(arrival_s=0.0, prompt_tokens=16, output_tokens=16, blocks=known),
+        TraceLine(arrival_s=9.0, prompt_tokens=40, output_tokens=16, blocks=(1, 2, 3, 4, 5)),
+    ]
+    trace = make_trace(lines, name="t", block_tokens=8)
+    assert trace.answers_known == (len(known) > 2)
+    for guesses in (0, 3):
+        got = simulate(
+            trace,
+            schedule=schedule_plan(),
+            cache=cache_plan(pages=(200,)),
+            times=times(),
+            options=SimulateOptions(drafts_per_row=guesses, acceptance=1.0),
+        )
+        assert got.cached_tokens.tolist() == [0, found]
+
+
 def test_requests_that_can_never_run_are_told() -> None:
     trace = trace_of((0.0, 9, 5), (0.1, 5000, 3), (0.2, 9, 5))
     got = simulate(trace, schedule=schedule_plan(), cache=cache_plan(), times=times())
@@ -647,6 +693,8 @@ def test_the_prefix_aware_router_by_hand() -> None:
     router.ended(1, tokens=10)
     assert router.choose(ids(1, 2), block_tokens=16) == 1, "replica 0 has forgotten what no longer fits into its cache"
     assert 2 not in router._where
+    router.sent(2, ids(20, 21, 22, 23, 24), block_tokens=16, tokens=1)
+    assert router._where.get(24) is None and router._where[20] == {2}, "the end is forgotten before the beginning"
 
 
 @pytest.mark.parametrize(
@@ -826,6 +874,7 @@ def test_the_command_fits_a_step_log(
         (["{trace}", "--plan", "{plan}", "--rate", "0"], "--rate is 0"),
         (["{trace}", "--plan", "{plan}", "--requests", "0"], "--requests is 0"),
         (["{trace}", "--plan", "{plan}", "--model", "x"], "leave one out"),
+        (["{trace}", "--plan", "{plan}", "--acceptance", "2"], "a probability"),
         (["{trace}", "--plan", "{trace}"], "is no plan"),
         (["{trace}", "--plan", "none.json"], "none.json cannot be read"),
         (["none.jsonl", "--plan", "{plan}"], "none.jsonl cannot be read"),

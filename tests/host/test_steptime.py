@@ -20,10 +20,9 @@ from tradewind.config.resolve import resolve
 from tradewind.contract.errors import UserError
 from tradewind.contract.request import SamplingParams
 from tradewind.contract.step import Enter, Step, Wants, frozen_ints
+from tradewind.simulate.features import FeatureReader, Features
 from tradewind.simulate.steptime import (
     KNOTS,
-    FeatureReader,
-    Features,
     HostTime,
     OnlineFit,
     StepTime,

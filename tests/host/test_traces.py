@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 from support_reports import Receipt, arrived, columns, one_request, scheduled, step, tokens
 
 from tradewind.contract.errors import MissingExtraError, UserError
-from tradewind.contract.events import Preempted
+from tradewind.contract.events import FrontTimes, Preempted
 from tradewind.observability.lives import Lives
+from tradewind.observability.receipt_book import ReceiptBook
 from tradewind.observability.traces import REMEMBERED, Traces, make_traces
 
 SHIFT_NS = 1_000_000_000_000
@@ -68,6 +70,28 @@ def test_a_request_has_its_parts_with_the_engines_times() -> None:
     assert about["tradewind.request_id"] == "req-1"
     assert "key-x" not in str(about)
     assert root.resource.attributes["service.name"] == "tradewind"
+
+
+@pytest.mark.parametrize("reported", [8, 3])
+def test_a_request_carries_its_receipt(reported: int) -> None:
+    """The parts and what bound it are attributes of the request's span, also when the client was gone before the engine's end."""
+    traces, exporter = traced()
+    book = ReceiptBook(on_made=lambda made, receipt: traces.take_itemised(made))
+    lives = Lives([book, traces])
+    front = FrontTimes(received_s=9.8, read_s=9.85, parsed_s=9.86, submitted_s=9.9)
+    receipt = dataclasses.replace(RECEIPT, sequences=("a",), times=front)
+    lives.take_reports(one_request()[:reported])
+    book.take_receipt(receipt)
+    traces.take_receipt(receipt)
+    lives.take_reports(one_request()[reported:])
+    about = dict(by_name(exporter)["request"].attributes)
+    parts = {name: value for name, value in about.items() if name.startswith("tradewind.part.")}
+    assert about["tradewind.e2e_ms"] == pytest.approx(1200.0)
+    assert sum(parts.values()) == pytest.approx(1200.0, abs=0.02)
+    assert (
+        parts["tradewind.part.queue_step_ms"] == pytest.approx(500.0) and about["tradewind.binding.cause"] == "engine"
+    )
+    assert not traces._itemised
 
 
 def test_the_callers_trace_goes_on() -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tradewind.contract.errors import UserError
-from tradewind.simulate.traces import (
-    FIRST_TOKEN,
-    TraceLine,
-    lines_of,
-    make_trace,
-    poisson_trace,
-    read_trace,
-    write_trace,
-)
+from tradewind.observability.journal import Entry, Header, SequenceEntry
+from tradewind.simulate.trace_columns import FIRST_TOKEN, TraceLine, lines_of, make_trace, poisson_trace
+from tradewind.simulate.traces import read_trace, write_trace
 
 OURS = """\
 {"format": "tradewind-trace", "version": 1, "block_tokens": 16}
@@ -92,6 +88,7 @@ def test_mooncake(tmp_path: Path) -> None:
     assert trace.arrival_s.tolist() == pytest.approx([0.0, 3.053])
     assert trace.prompt_tokens.tolist() == [1200, 1100]
     assert common(trace.prompt(0), trace.prompt(1)) == 1024
+    assert trace.prompt_ids(0).tolist() == [0, 1, 2], "Mooncake's last block ends with the prompt"
     assert trace.notes == ("1 line without prompt or answer left out (failed requests)",)
 
 
@@ -119,6 +116,40 @@ def test_a_burstgpt_session_grows(tmp_path: Path) -> None:
     trace = read_trace(file(tmp_path, BURST_SESSIONS))
     assert common(trace.prompt(0), trace.prompt(2)) == 1024, "whole blocks of the first prompt"
     assert common(trace.prompt(0), trace.prompt(1)) == 0
+
+
+def test_a_journal_is_a_trace(tmp_path: Path) -> None:
+    header = Header(
+        format="tradewind-journal",
+        version=1,
+        run="r",
+        began=1.0,
+        redacted=True,
+        block_tokens=16,
+        vocab_size=9,
+        model="m",
+    )
+
+    def entry(at: float, *sequences: SequenceEntry, **more: Any) -> Entry:
+        return Entry(id=f"e{at}", at=at, kind="chat", stream=False, sequences=sequences, **more)
+
+    one = SequenceEntry(prompt_tokens=33, output_tokens=20, max_tokens=64, blocks=(1 << 50, 2 << 50, 3 << 50))
+    two = SequenceEntry(prompt_tokens=50, output_tokens=4, max_tokens=4, blocks=(1 << 50, 2 << 50, 3 << 50))
+    failed = SequenceEntry(prompt_tokens=50, output_tokens=0, max_tokens=4)
+    entries = [entry(1000.5, one, traffic_class="chat"), entry(1003.0, two, two, tenant="a"), entry(1004.0, failed)]
+    lines = [msgspec.json.encode(line) for line in (header, *entries)]
+    (tmp_path / "journal-0000000001000-00000.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    for place in (tmp_path, tmp_path / "journal-0000000001000-00000.jsonl"):
+        trace = read_trace(place)
+        assert trace.arrival_s.tolist() == [0.0, 2.5, 2.5]
+        assert trace.max_tokens.tolist() == [64, 4, 4]
+        assert common(trace.prompt(0), trace.prompt(1)) == 33
+        assert common(trace.prompt(1), trace.prompt(2)) == 48, "what no whole block covers is shared with nobody"
+        assert [trace.prompt_ids(i).tolist() for i in range(3)] == [[0, 1], [0, 1, 2], [0, 1, 2]]
+        assert trace.answers_known, "the third block of the first request is in its answer"
+        assert "chat" in trace.classes and "a" in trace.tenants
+        assert trace.notes == ("1 request without an answer left out (embeddings, failures)",)
+        assert len(read_trace(place, limit=2)) == 2
 
 
 def test_only_the_first_requests(tmp_path: Path) -> None:

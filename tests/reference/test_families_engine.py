@@ -1,10 +1,9 @@
-"""Families that vary the decoder, through the whole engine: planned, recorded on a tape, decoded beside other requests; greedy as the oracle's."""
+"""Families that vary the decoder, through the whole engine: planned, taped, beside other requests; greedy tokens are the oracle's."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ NEW = 12
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     torch.set_num_threads(1)  # two threads that wait for each other on busy cores are slower than one by far
     folder = tmp_path_factory.mktemp(request.param)
     oracle = make_tiny(request.param, folder)
@@ -35,7 +34,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "generation_config.json").unlink(missing_ok=True)
     other = write_checkpoint("full", tmp_path_factory.mktemp("tokenizer"))
     shutil.copy(other / "tokenizer.json", folder)  # must be there; nothing is turned into text
-    yield folder, oracle
+    return folder, oracle
 
 
 def greedy(oracle: Any, prompt: list[int]) -> list[int]:
@@ -63,7 +62,7 @@ def test_greedy_is_the_oracles(tiny: tuple[Path, Any]) -> None:
 def test_quantised_weights(tiny: tuple[Path, Any], quantization: Any, bound: float) -> None:
     """With weights packed small and activations in two int8 terms, both op sets say the same, and nearly what the oracle says.
 
-    bound: on the mean deviation from the oracle, in units of the logits' deviation. A token that is sent to another expert deviates as a whole.
+    bound: on the mean deviation from the oracle, in units of the logits' deviation. A token sent to another expert deviates as a whole.
     """
     folder, oracle = tiny
     ids, logits = token_ids(4, count=40), []

@@ -131,7 +131,9 @@ def test_a_queue_for_a_slot_is_told_with_whom(made: Server) -> None:
     assert found.binding.cause == "slots" and found.binding.blocked_by.startswith("cmpl-")
     assert found.counterfactual is not None and found.counterfactual.says.startswith("with one more slot: TTFT -")
     slowest = made.get("/v1/receipts?slowest=5")[1]["receipts"]
-    assert len(slowest) == 5 and [one["e2e_s"] for one in slowest] == sorted((o["e2e_s"] for o in slowest), reverse=True)
+    assert len(slowest) == 5 and [one["e2e_s"] for one in slowest] == sorted(
+        (o["e2e_s"] for o in slowest), reverse=True
+    )
 
 
 def test_a_client_that_leaves_has_a_receipt(made: Server) -> None:

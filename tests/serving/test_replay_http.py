@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.process_support import Server, wait_until
+from tests.serving.process_support import TERM, Server, alive, wait_until
 from tradewind import cli_explain, cli_replay
 from tradewind.contract.errors import UserError
 from tradewind.observability.journal import Journal, JournalWriter, read_entries, read_journal
@@ -38,17 +38,21 @@ import sys
 from pathlib import Path
 from tradewind.config.goals import Goals
 from tradewind.serve import ServeOptions, serve
-options = ServeOptions(goals=Goals(model='scripted'), script=Path(sys.argv[1]), port=0, record={record!r} and Path({record!r}), record_raw={raw})
-raise SystemExit(serve(options))
+record = Path({record!r}) if {record!r} else None
+goals = Goals(model='scripted')
+raise SystemExit(serve(ServeOptions(goals=goals, script=Path(sys.argv[1]), port=0, record=record, record_raw={raw})))
 """
 
 
 @contextmanager
 def serving(folder: Path, *, record: Path | None = None, raw: bool = False, **keys: Any) -> Iterator[Server]:
-    program = SERVE.format(record="" if record is None else str(record), raw=raw).replace("record='' and Path('')", "record=None")
+    program = SERVE.format(record="" if record is None else str(record), raw=raw)
     made = Server(folder, program=program, **{**SCRIPT, **keys})
     try:
         yield made
+        if alive(made.process.pid):  # in order, so that the journal is whole
+            made.signal(TERM)
+            made.wait()
     finally:
         made.close()
 
@@ -118,7 +122,9 @@ def redact(raw: Journal, folder: Path) -> None:
     lines = [msgspec.json.encode(header)]
     for entry in raw.entries:
         sequences = tuple(msgspec.structs.replace(one, prompt=None, output=None) for one in entry.sequences)
-        lines.append(msgspec.json.encode(msgspec.structs.replace(entry, sequences=sequences, params=None, grammar=None)))
+        lines.append(
+            msgspec.json.encode(msgspec.structs.replace(entry, sequences=sequences, params=None, grammar=None))
+        )
     folder.mkdir()
     (folder / "journal-0000000000001-00000.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
@@ -194,7 +200,12 @@ def test_redacted_by_default(tmp_path: Path) -> None:
     journal = read_journal(place)
     first, second = journal.entries
     assert first.receipt is not None and first.receipt.e2e_s > 0 and not first.receipt.request_id
-    assert (first.kind, second.kind) == ("completion", "chat") and first.tenant and first.namespace and not second.namespace
+    assert (
+        (first.kind, second.kind) == ("completion", "chat")
+        and first.tenant
+        and first.namespace
+        and not second.namespace
+    )
     assert first.sequences[0].prompt_tokens == len("my secret is xyzzy") and first.sequences[0].prompt is None
     assert len(first.sequences[0].blocks) == (18 + 3) // 16 and first.sampling == "sampled"
 
@@ -229,7 +240,11 @@ def test_the_command_writes_reports(
         )  # fmt: skip
     assert code == 0
     said = capsys.readouterr().out
-    assert "20 requests" in said and re.search(r"replayed completion: \d+ requests", said) and "at 3 times the speed" in said
+    assert (
+        "20 requests" in said
+        and re.search(r"replayed completion: \d+ requests", said)
+        and "at 3 times the speed" in said
+    )
     page = out.read_text()
     assert page.count("<svg") >= 5 and "<script" not in page and "http://www.w3.org/2000/svg" in page
     report = json.loads(out.with_suffix(".json").read_text())
@@ -262,7 +277,9 @@ def test_a_journal_becomes_a_trace_for_the_simulator(recorded: tuple[Path, Path]
         (["BROKEN", "--against", "http://127.0.0.1:9"], "line 2: this is no line of a journal"),
     ],
 )
-def test_mistakes_are_one_sentence(recorded: tuple[Path, Path], tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_mistakes_are_one_sentence(
+    recorded: tuple[Path, Path], tmp_path: Path, arguments: list[str], said: str
+) -> None:
     (tmp_path / "empty").mkdir()
     broken = tmp_path / "broken.jsonl"
     head = next(recorded[1].iterdir()).read_bytes().split(b"\n")[0]
@@ -287,7 +304,9 @@ def test_a_replay_against_a_server_that_dies_counts_failures(recorded: tuple[Pat
         outcomes = asyncio.run(Replayer(journal.header, f"http://127.0.0.1:{made.port}").run(plan(journal.entries)))
     failed = [outcome for outcome in outcomes if outcome.error]
     assert failed and len(failed) < len(outcomes)
-    report = make_report(journal.header, journal.entries, outcomes, source="j", target="t", speed=1.0, targets={"": {"ttft": 1.0}})
+    report = make_report(
+        journal.header, journal.entries, outcomes, source="j", target="t", speed=1.0, targets={"": {"ttft": 1.0}}
+    )
     assert report.replayed.failed == len(failed) == sum(count for _, count in report.errors)
     attained = report.replayed.classes[0].attained
     assert attained is not None and attained.met <= len(outcomes) - len(failed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tradewind.attention.fresh import FreshAttention
 from tradewind.attention.paged import PagedAttention
 from tradewind.config.hardware import Hardware
 from tradewind.contract.errors import UserError
@@ -47,6 +48,7 @@ class Backend(Protocol):
 BACKENDS: dict[str, Callable[[Ops], Backend]] = {
     "cpu": lambda ops: PagedAttention(ops, name="cpu", formats=("f32", "f16", "bf16")),
     "plain": lambda ops: PagedAttention(ops, name="plain", formats=("f32", "f16", "bf16")),
+    "fa3": FreshAttention,
     "triton": lambda ops: PagedAttention(ops, name="triton", formats=("bf16", "fp8"), op_set="cuda", device="cuda"),
 }
 """By name, in the order in which they are asked."""

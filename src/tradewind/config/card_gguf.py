@@ -1,6 +1,7 @@
 """From GGUF metadata to a `ModelCard`.
 
-Knows: the keys, and what only tensors tell (biases, tying, Llama 3's rope factors). Refuses to know: files and arithmetic.
+Knows: the keys that all families share, and what only tensors tell (biases, tying, factors of ropes). Refuses to know: what is
+particular to a family (card_gguf_families), files and arithmetic.
 What is missing, ill-typed, impossible or not supported is refused by name; nothing is guessed.
 """
 
@@ -11,21 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tradewind.config.card import ModelCard, RopeFacts
-from tradewind.config.card_parts import (
-    TensorFacts,
-    Tensors,
-    check_heads,
-    every_nth_full,
-    llama3_factors,
-    with_weights,
-    yarn_factor,
-)
+from tradewind.config.card_families import Shape
+from tradewind.config.card_gguf_families import GGUF_FAMILIES
+from tradewind.config.card_parts import TensorFacts, Tensors, check_heads, llama3_factors, with_weights, yarn_factor
 from tradewind.config.fields import CardError, Fields, plain_int, shown
-
-GGUF_ARCHITECTURES = {"gemma3": "gemma3", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-
-END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
-"""Tokens that end an answer in the chat formats of these families, also where a GGUF names only the end of text."""
 
 
 def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors | None = None) -> ModelCard:
@@ -36,11 +26,10 @@ def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors |
     """
     whole = Fields(metadata, origin=f"GGUF metadata of '{name}'")
     arch = whole.word("general.architecture")
-    family = GGUF_ARCHITECTURES.get(arch)
-    if family is None:
-        known = ", ".join(sorted(GGUF_ARCHITECTURES))
+    row = GGUF_FAMILIES.get(arch)
+    if row is None:
+        known = ", ".join(GGUF_FAMILIES)
         raise CardError(f"{whole.origin}: architecture '{shown(arch)[1:-1]}' is not supported; known are {known}")
-    gemma = family == "gemma3"
 
     def key(field: str) -> str:
         return f"{arch}.{field}"
@@ -58,19 +47,17 @@ def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors |
         raise whole.refuse(key("attention.value_length"), f"the key length, {head_dim}")
     vocab_size = gguf_vocab(whole, arch=arch, hidden=hidden, tensors=tensors)
     positions = whole.whole(key("context_length"))
-    rope = gguf_rope(whole, arch=arch, head_dim=head_dim, positions=positions, tensors=tensors)
-    window = whole.whole(key("attention.sliding_window"), default=0, low=0) or None
-    if gemma:
-        if window is None:
-            raise whole.refuse(key("attention.sliding_window"), "a whole number from 1")
-        windows = gguf_pattern(whole, key("attention.sliding_window_pattern"), layers=layers, window=window)
-    else:
-        windows = (window if family == "llama" else None,) * layers
     bos = whole.ids("tokenizer.ggml.bos_token_id", below=vocab_size)
 
+    shared: dict[str, Any] = {
+        "family": row.family,
+        "rope": gguf_rope(whole, arch=arch, theta=row.theta, head_dim=head_dim, positions=positions, tensors=tensors),
+        "layer_windows": (None,) * layers,
+    }
+    shape = Shape(hidden=hidden, layers=layers, heads=heads, head_dim=head_dim)
+    own = row.facts(Prefixed(whole, arch), shape, tensors)
     card = ModelCard(
         name=name,
-        family=family,
         source="gguf",
         vocab_size=vocab_size,
         hidden=hidden,
@@ -81,26 +68,31 @@ def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors |
         intermediate=same_in_all_layers(whole, key("feed_forward_length"), default=None),
         max_positions=positions,
         norm_eps=whole.number(key("attention.layer_norm_rms_epsilon")),
-        tied_embeddings="output.weight" not in tensors if tensors is not None else gemma,
-        activation="gelu_tanh" if gemma else "silu",
-        rope=rope,
-        rope_local=RopeFacts(theta=whole.number(key("rope.freq_base_swa"), default=1e4)) if gemma else None,
-        layer_windows=windows,
-        qkv_bias="blk.0.attn_q.bias" in tensors if tensors is not None else family == "qwen2",
+        tied_embeddings="output.weight" not in tensors if tensors is not None else row.tied,
+        qkv_bias="blk.0.attn_q.bias" in tensors if tensors is not None else row.qkv_bias,
         output_bias="blk.0.attn_output.bias" in tensors if tensors is not None else False,
         mlp_bias="blk.0.ffn_up.bias" in tensors if tensors is not None else False,
-        qk_norm=family in ("qwen3", "gemma3"),
-        sandwich_norms=gemma,
-        norm_offset=0.0,  # converters store w already as factor
-        embedding_scale=math.sqrt(hidden) if gemma else 1.0,
-        # Gemma 3 27B divides by the square root of hidden / heads, the others by that of the head.
-        attention_scale=(hidden / heads if layers == 62 else head_dim) ** -0.5 if gemma else None,
-        attention_softcap=whole.optional_number(key("attn_logit_softcapping")),
-        logit_softcap=whole.optional_number(key("final_logit_softcapping")),
         bos_id=bos[0] if bos else None,
-        eos_ids=gguf_eos(whole, vocab_size=vocab_size),
+        eos_ids=gguf_eos(whole, vocab_size=vocab_size, turn_ends=row.turn_ends),
+        **{**shared, **own},
     )
     return with_weights(card, tensors=tensors, assumed="F16")
+
+
+class Prefixed(Fields):
+    """The fields of one architecture, asked for without it and named with it."""
+
+    def __init__(self, whole: Fields, arch: str) -> None:
+        prefix = f"{arch}."
+        # By key: asking for every value would decode the token lists.
+        keys = [key for key in whole.values if key.startswith(prefix)]
+        super().__init__({key.removeprefix(prefix): whole.values[key] for key in keys}, origin=whole.origin)
+        self._prefix = prefix
+
+    def refuse(self, field: str, must: str) -> CardError:
+        return Fields({self._prefix + key: value for key, value in self.values.items()}, origin=self.origin).refuse(
+            self._prefix + field, must
+        )
 
 
 def same_in_all_layers(fields: Fields, field: str, *, default: int | None) -> int:
@@ -113,17 +105,6 @@ def same_in_all_layers(fields: Fields, field: str, *, default: int | None) -> in
             raise fields.refuse(field, "the same whole number for every layer")
         return size
     return fields.whole(field, default=default)
-
-
-def gguf_pattern(fields: Fields, field: str, *, layers: int, window: int) -> tuple[int | None, ...]:
-    """Gemma 3's windows: every n-th layer is full (n = 6 unless stated), or a flag for each layer, true for a window."""
-    value = fields.values.get(field)
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-        return every_nth_full(layers, window=window, pattern=fields.whole(field, default=6))
-    flags = list(value)
-    if len(flags) != layers:
-        raise fields.refuse(field, f"a whole number, or {layers} flags, one for each layer")
-    return tuple(window if flag else None for flag in flags)
 
 
 def gguf_vocab(fields: Fields, *, arch: str, hidden: int, tensors: Tensors | None) -> int:
@@ -143,20 +124,22 @@ def gguf_vocab(fields: Fields, *, arch: str, hidden: int, tensors: Tensors | Non
     return shape[0]
 
 
-def gguf_eos(fields: Fields, *, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end an answer: end of text, end of turn, and the chat tokens of the supported families."""
+def gguf_eos(fields: Fields, *, vocab_size: int, turn_ends: Sequence[str]) -> tuple[int, ...]:
+    """Ids that end an answer: end of text, end of turn, and the family's chat tokens, by name."""
     ids = fields.ids("tokenizer.ggml.eos_token_id", below=vocab_size)
     ids += fields.ids("tokenizer.ggml.eot_token_id", below=vocab_size)
     tokens = fields.values.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes):
-        wanted = set(END_OF_TURN)
+        wanted = set(turn_ends)
         ids += tuple(index for index, token in enumerate(tokens) if token in wanted)
     return tuple(dict.fromkeys(ids))
 
 
-def gguf_rope(fields: Fields, *, arch: str, head_dim: int, positions: int, tensors: Tensors | None) -> RopeFacts:
-    """Rope of the full layers."""
-    theta = fields.number(f"{arch}.rope.freq_base", default=1e6 if arch == "gemma3" else 1e4)
+def gguf_rope(
+    fields: Fields, *, arch: str, theta: float, head_dim: int, positions: int, tensors: Tensors | None
+) -> RopeFacts:
+    """Rope of the full layers; `theta` is the base where none is stated."""
+    theta = fields.number(f"{arch}.rope.freq_base", default=theta)
     rotary = fields.whole(f"{arch}.rope.dimension_count", default=head_dim)
     if rotary > head_dim or rotary % 2:
         raise fields.refuse(f"{arch}.rope.dimension_count", f"an even number up to the head's {head_dim}")
@@ -164,6 +147,18 @@ def gguf_rope(fields: Fields, *, arch: str, head_dim: int, positions: int, tenso
     if tensors is not None and "rope_freqs.weight" in tensors:
         return llama3_from_factors(fields, tensors["rope_freqs.weight"], theta=theta, rotary=rotary, dims=dims)
     prefix = f"{arch}.rope.scaling"
+    if tensors is not None and "rope_factors_long.weight" in tensors:
+        original = fields.whole(f"{prefix}.original_context_length", default=positions, low=2)
+        return RopeFacts(
+            theta=theta,
+            kind="longrope",
+            factor=positions / original,
+            original_max_positions=original,
+            attention_factor=fields.optional_number(f"{prefix}.attn_factor"),
+            short_factors=floats_of(fields, "rope_factors_short.weight", tensors, count=rotary // 2),
+            long_factors=floats_of(fields, "rope_factors_long.weight", tensors, count=rotary // 2),
+            rotary_dims=dims,
+        )
     kind = fields.word(f"{prefix}.type", default="linear" if fields.has(f"{arch}.rope.scale_linear") else "none")
     factor_key = (
         f"{prefix}.factor" if kind != "linear" or fields.has(f"{prefix}.factor") else f"{arch}.rope.scale_linear"
@@ -191,6 +186,18 @@ def gguf_rope(fields: Fields, *, arch: str, head_dim: int, positions: int, tenso
             rotary_dims=dims,
         )
     raise CardError(f"{fields.origin}: {prefix}.type {shown(kind)} is not supported; known are none, linear, yarn")
+
+
+def floats_of(fields: Fields, name: str, tensors: Tensors, *, count: int) -> tuple[float, ...]:
+    """The values of a small F32 tensor, whose bytes must be at `.data`: `count` numbers over 0."""
+    tensor = tensors.get(name)
+    raw = getattr(tensor, "data", None)
+    if tensor is None or raw is None or tensor.format != "F32" or tensor.nbytes != 4 * count:
+        raise CardError(f"{fields.origin}: {name} must be {count} F32 values")
+    values = tuple(float(value) for value in memoryview(bytes(raw)).cast("f"))
+    if not all(0 < value < math.inf for value in values):
+        raise CardError(f"{fields.origin}: {name} must be {count} numbers over 0")
+    return values
 
 
 def llama3_from_factors(

@@ -89,6 +89,7 @@ EMBEDDING_NAMES = (
     "token_embd.weight",
     "model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
+    "embed_tokens.weight",
     "embeddings.word_embeddings.weight",
     "bert.embeddings.word_embeddings.weight",
 )

@@ -95,6 +95,11 @@ class EngineLoop:
         """Orders that were posted and not taken; may be read from any thread."""
         return len(self._orders)
 
+    @property
+    def prepared(self) -> bool:
+        """Whether the executor has all that it needs; until then a first step of some size may take longer. For whoever measures."""
+        return bool(getattr(self._executor, "prepared", True))
+
     def check(self, request: Request) -> None:
         """Raises what `add` would raise for a request that can never run; changes nothing, may be called from any thread."""
         if self.dead is not None:

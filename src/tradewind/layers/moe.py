@@ -10,7 +10,7 @@ which layers have one (the card).
 from __future__ import annotations
 
 from tradewind.device.batch import ForwardBatch
-from tradewind.kernels.ops import Routing
+from tradewind.kernels.ops import Compute, PackedMatrix, Routing
 from tradewind.layers.build import Build, Tensor, Weights
 from tradewind.layers.mlp import GatedMLP
 
@@ -34,8 +34,7 @@ class MoE:
             groups_kept=moe.groups_kept,
             group_top=moe.group_top,
         )
-        # Sensitive: a token that goes to another expert is a larger error than any rounding of that expert's weights.
-        self.router = weights.matrix({"router": moe.experts}, k=card.hidden, sensitive=True)
+        self.router = self._small(weights, "router", moe.experts)
         self.router_bias = weights.vector({"router.bias": moe.experts}) if moe.biases else None
         self.correction = weights.vector({"router.correction": moe.experts}) if moe.correction else None
         experts = [weights.at(f"experts.{expert}") for expert in range(moe.experts)]
@@ -57,7 +56,13 @@ class MoE:
         if moe.shared_intermediate:
             self.shared = GatedMLP(build, weights.at("shared"), intermediate=moe.shared_intermediate)
             if moe.shared_gate:
-                self.shared_gate = weights.matrix({"shared_gate": 1}, k=card.hidden, sensitive=True)
+                self.shared_gate = self._small(weights, "shared_gate", 1)
+
+    def _small(self, weights: Weights, name: str, n: int) -> PackedMatrix:
+        """A small matrix [n, E] in the type of activations, whatever the plan quantises: a token that goes to another expert is a larger
+        error than any rounding of that expert's weights."""
+        compute: Compute = "bf16" if self.ops.activation == "bf16" else "f32"
+        return self.ops.pack_matrix(weights.floats(name, (n, self.size)), compute=compute)
 
     def __call__(self, batch: ForwardBatch, x: Tensor, *, out: str) -> Tensor:
         """x [T, E] -> [T, E] in the scratch buffer `out`."""

@@ -27,6 +27,13 @@ HF_PLACES: dict[str, str] = {
     "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.mlp_norm.weight",
 }
 
+GGUF_NAMES: dict[str, str] = {
+    **{gguf: name for gguf, name in llama.GGUF_NAMES.items() if gguf != "blk.{}.ffn_norm.weight"},
+    "blk.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+
 
 class SandwichLayer:
     """Attention and MLP, each normed before and after."""

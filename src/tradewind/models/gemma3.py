@@ -10,12 +10,7 @@ from tradewind.models.gemma2 import Gemma2
 
 HF_PLACES: dict[str, str] = {**qwen3.HF_PLACES, **gemma2.HF_PLACES}
 
-GGUF_NAMES: dict[str, str] = {
-    **qwen3.GGUF_NAMES,
-    "blk.{}.ffn_norm.weight": "model.layers.{}.pre_feedforward_layernorm.weight",
-    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
-}
+GGUF_NAMES: dict[str, str] = {**qwen3.GGUF_NAMES, **gemma2.GGUF_NAMES}
 
 # The decoder inside a vision-and-text checkpoint, in both spellings that were published, and what is left aside there.
 HF_RENAMES: dict[str, str] = {

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from tradewind.device.batch import ForwardBatch
 from tradewind.layers.build import Build, Tensor
-from tradewind.models.llama import HF_PLACES, Llama, LlamaLayer
+from tradewind.models.llama import GGUF_INTERLEAVED, GGUF_NAMES, HF_PLACES, Llama, LlamaLayer
 
-__all__ = ["HF_PLACES", "Granite"]
+__all__ = ["GGUF_INTERLEAVED", "GGUF_NAMES", "HF_PLACES", "Granite"]
 
 
 class GraniteLayer(LlamaLayer):

@@ -68,6 +68,13 @@ GGUF_NAMES: dict[str, str] = {
     "token_embd.weight": "model.embed_tokens.weight",
 }
 
+# Embedding models are the decoder saved without its head, and so without the prefix that the whole has.
+HF_RENAMES_BARE: dict[str, str] = {
+    "embed_tokens.": "model.embed_tokens.",
+    "layers.": "model.layers.",
+    "norm.": "model.norm.",
+}
+
 # GGUF files of this family store the rows of a q or k head with the two halves of each rotated pair side by side.
 # The loader puts them back in order, so that rope is half-split for every model. Place -> the card's field that counts its heads.
 GGUF_INTERLEAVED: dict[str, str] = {

@@ -16,6 +16,33 @@ HF_PLACES: dict[str, str] = {
     "model.layers.{}.block_sparse_moe.gate.weight": "layers.{}.mlp.router.weight",
 }
 
+# All experts of a layer in one tensor: GGUF files since 2024, under names of our own in between. Older ones number them.
+STACKED = "model.layers.{}.block_sparse_moe.experts."
+HF_PLACES |= {
+    f"{STACKED}w1.weight": "layers.{}.mlp.experts.gate.weight",
+    f"{STACKED}w2.weight": "layers.{}.mlp.experts.down.weight",
+    f"{STACKED}w3.weight": "layers.{}.mlp.experts.up.weight",
+}
+
+GGUF_NAMES: dict[str, str] = {
+    **{gguf: name for gguf, name in llama.GGUF_NAMES.items() if name in HF_PLACES},
+    "blk.{}.ffn_down.{}.weight": f"{STACKED}{{}}.w2.weight",
+    "blk.{}.ffn_down_exps.weight": f"{STACKED}w2.weight",
+    "blk.{}.ffn_gate.{}.weight": f"{STACKED}{{}}.w1.weight",
+    "blk.{}.ffn_gate_exps.weight": f"{STACKED}w1.weight",
+    "blk.{}.ffn_gate_inp.weight": "model.layers.{}.block_sparse_moe.gate.weight",
+    "blk.{}.ffn_up.{}.weight": f"{STACKED}{{}}.w3.weight",
+    "blk.{}.ffn_up_exps.weight": f"{STACKED}w3.weight",
+}
+GGUF_INTERLEAVED = {place: heads for place, heads in llama.GGUF_INTERLEAVED.items() if not place.endswith(".bias")}
+
+# Place of a stack -> place of each expert's matrix, with the card's field that counts its rows.
+FUSED: dict[str, dict[str, str]] = {
+    "layers.{}.mlp.experts.down.weight": {"layers.{}.mlp.experts.{}.down.weight": "hidden"},
+    "layers.{}.mlp.experts.gate.weight": {"layers.{}.mlp.experts.{}.gate.weight": "moe.intermediate"},
+    "layers.{}.mlp.experts.up.weight": {"layers.{}.mlp.experts.{}.up.weight": "moe.intermediate"},
+}
+
 
 class Mixtral(Llama):
     """The Llama decoder, whose layers take the mixture that the card has."""

@@ -27,6 +27,14 @@ HF_PLACES: dict[str, str] = {
     "model.norm.weight": "norm.weight",
 }
 
+GGUF_NAMES: dict[str, str] = {
+    **{gguf: name for gguf, name in llama.GGUF_NAMES.items() if name in HF_PLACES and gguf != "blk.{}.ffn_norm.weight"},
+    "blk.{}.attn_k_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "blk.{}.attn_q_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "blk.{}.post_attention_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "blk.{}.post_ffw_norm.weight": "model.layers.{}.post_feedforward_layernorm.weight",
+}
+
 
 class Olmo2Layer:
     """Attention and MLP, each normed after."""

@@ -22,6 +22,13 @@ HF_PLACES: dict[str, str] = {
     "model.layers.{}.self_attn.qkv_proj.weight": "layers.{}.attention.qkv.weight",
 }
 
+GGUF_NAMES: dict[str, str] = {
+    **{gguf: name for gguf, name in llama.GGUF_NAMES.items() if name in HF_PLACES},
+    "blk.{}.attn_qkv.weight": "model.layers.{}.self_attn.qkv_proj.weight",
+    "blk.{}.ffn_up.weight": "model.layers.{}.mlp.gate_up_proj.weight",
+}
+IGNORED = ("rope_factors_long.weight", "rope_factors_short.weight")  # the card has read them
+
 # Place of the whole -> places of its parts, in order, each with the card's field that its share of rows is counted in.
 FUSED: dict[str, dict[str, str]] = {
     "layers.{}.attention.qkv.weight": {

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from tradewind.models import qwen2
 from tradewind.models.llama import Llama
-from tradewind.models.qwen3_moe import EXPERT_PLACES
+from tradewind.models.mixtral import FUSED
+from tradewind.models.qwen3_moe import EXPERT_GGUF_NAMES, EXPERT_PLACES
+
+__all__ = ["FUSED", "GGUF_NAMES", "HF_PLACES", "REGROUP", "Qwen2Moe"]
 
 HF_PLACES: dict[str, str] = {
     **qwen2.HF_PLACES,
@@ -15,7 +18,21 @@ HF_PLACES: dict[str, str] = {
     "model.layers.{}.mlp.shared_expert.down_proj.weight": "layers.{}.mlp.shared.down.weight",
     "model.layers.{}.mlp.shared_expert.gate_proj.weight": "layers.{}.mlp.shared.gate.weight",
     "model.layers.{}.mlp.shared_expert.up_proj.weight": "layers.{}.mlp.shared.up.weight",
-    "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.mlp.shared_gate.weight",
+    "model.layers.{}.mlp.shared_expert_gate.weight": "layers.{}.mlp.shared_gate.row",
+}
+
+GGUF_NAMES: dict[str, str] = {
+    **qwen2.GGUF_NAMES,
+    **EXPERT_GGUF_NAMES,
+    "blk.{}.ffn_down_shexp.weight": "model.layers.{}.mlp.shared_expert.down_proj.weight",
+    "blk.{}.ffn_gate_inp_shexp.weight": "model.layers.{}.mlp.shared_expert_gate.weight",
+    "blk.{}.ffn_gate_shexp.weight": "model.layers.{}.mlp.shared_expert.gate_proj.weight",
+    "blk.{}.ffn_up_shexp.weight": "model.layers.{}.mlp.shared_expert.up_proj.weight",
+}
+
+# Hugging Face files have it as [1, E], GGUF files as [E].
+REGROUP: dict[str, tuple[str, tuple[str, ...]]] = {
+    "layers.{}.mlp.shared_gate.row": ("row", ("layers.{}.mlp.shared_gate.weight",)),
 }
 
 

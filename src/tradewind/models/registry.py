@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {
         hf_renames=bert.HF_RENAMES,
         ignored=bert.HF_IGNORED,
     ),
-    "gemma2": Family(model=gemma2.Gemma2, hf_places=gemma2.HF_PLACES),
+    "gemma2": Family(model=gemma2.Gemma2, hf_places=gemma2.HF_PLACES, gguf_names=gemma2.GGUF_NAMES),
     "gemma3": Family(
         model=gemma3.Gemma3,
         hf_places=gemma3.HF_PLACES,
@@ -89,7 +89,12 @@ FAMILIES: dict[str, Family] = {
         ignored=gemma3.HF_IGNORED,
     ),
     "gpt_oss": Family(model=gpt_oss.GptOss, hf_places=gpt_oss.HF_PLACES, regroup=gpt_oss.REGROUP),
-    "granite": Family(model=granite.Granite, hf_places=granite.HF_PLACES),
+    "granite": Family(
+        model=granite.Granite,
+        hf_places=granite.HF_PLACES,
+        gguf_names=granite.GGUF_NAMES,
+        gguf_interleaved=granite.GGUF_INTERLEAVED,
+    ),
     "llama": Family(
         model=llama.Llama,
         hf_places=llama.HF_PLACES,
@@ -102,13 +107,46 @@ FAMILIES: dict[str, Family] = {
         gguf_names=mistral.GGUF_NAMES,
         gguf_interleaved=mistral.GGUF_INTERLEAVED,
     ),
-    "mixtral": Family(model=mixtral.Mixtral, hf_places=mixtral.HF_PLACES),
-    "olmo2": Family(model=olmo2.Olmo2, hf_places=olmo2.HF_PLACES),
-    "phi3": Family(model=phi3.Phi3, hf_places=phi3.HF_PLACES, fused=phi3.FUSED),
-    "qwen2": Family(model=qwen2.Qwen2, hf_places=qwen2.HF_PLACES, gguf_names=qwen2.GGUF_NAMES),
-    "qwen2_moe": Family(model=qwen2_moe.Qwen2Moe, hf_places=qwen2_moe.HF_PLACES),
-    "qwen3": Family(model=qwen3.Qwen3, hf_places=qwen3.HF_PLACES, gguf_names=qwen3.GGUF_NAMES),
-    "qwen3_moe": Family(model=qwen3_moe.Qwen3Moe, hf_places=qwen3_moe.HF_PLACES),
+    "mixtral": Family(
+        model=mixtral.Mixtral,
+        hf_places=mixtral.HF_PLACES,
+        gguf_names=mixtral.GGUF_NAMES,
+        gguf_interleaved=mixtral.GGUF_INTERLEAVED,
+        fused=mixtral.FUSED,
+    ),
+    "olmo2": Family(model=olmo2.Olmo2, hf_places=olmo2.HF_PLACES, gguf_names=olmo2.GGUF_NAMES),
+    "phi3": Family(
+        model=phi3.Phi3,
+        hf_places=phi3.HF_PLACES,
+        gguf_names=phi3.GGUF_NAMES,
+        fused=phi3.FUSED,
+        ignored=phi3.IGNORED,
+    ),
+    "qwen2": Family(
+        model=qwen2.Qwen2,
+        hf_places=qwen2.HF_PLACES,
+        gguf_names=qwen2.GGUF_NAMES,
+        hf_renames=llama.HF_RENAMES_BARE,
+    ),
+    "qwen2_moe": Family(
+        model=qwen2_moe.Qwen2Moe,
+        hf_places=qwen2_moe.HF_PLACES,
+        gguf_names=qwen2_moe.GGUF_NAMES,
+        fused=qwen2_moe.FUSED,
+        regroup=qwen2_moe.REGROUP,
+    ),
+    "qwen3": Family(
+        model=qwen3.Qwen3,
+        hf_places=qwen3.HF_PLACES,
+        gguf_names=qwen3.GGUF_NAMES,
+        hf_renames=llama.HF_RENAMES_BARE,
+    ),
+    "qwen3_moe": Family(
+        model=qwen3_moe.Qwen3Moe,
+        hf_places=qwen3_moe.HF_PLACES,
+        gguf_names=qwen3_moe.GGUF_NAMES,
+        fused=qwen3_moe.FUSED,
+    ),
 }
 
 

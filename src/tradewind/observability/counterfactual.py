@@ -13,6 +13,9 @@ import msgspec
 
 from tradewind.observability.step_cost import StepCost
 
+SHOWN_S = 1e-5
+"""A smaller difference is none."""
+
 
 class Counterfactual(msgspec.Struct, frozen=True, kw_only=True):
     """What another setting would have changed. Seconds, negative is faster; computed, not measured."""
@@ -125,7 +128,7 @@ def counterfactual(asked: Asked, cost: StepCost) -> Counterfactual | None:
             ttft_s, e2e_s = gone("delivery")
         case _:
             return None
-    if not any((ttft_s, e2e_s, gap_s, others_s)):
+    if max(map(abs, (ttft_s, e2e_s, gap_s, others_s))) < SHOWN_S:
         return None
     made = Counterfactual(change=change, ttft_s=ttft_s, e2e_s=e2e_s, longest_gap_s=gap_s, others_tpot_s=others_s)
     return msgspec.structs.replace(made, says=_sentence(made))
@@ -141,6 +144,6 @@ def _sentence(made: Counterfactual) -> str:
             ("longest gap", made.longest_gap_s),
             ("others' TPOT", made.others_tpot_s),
         )
-        if abs(value) >= 5e-6
+        if abs(value) >= SHOWN_S
     ]
-    return f"with {made.change}: {', '.join(told) if told else 'no difference'}"
+    return f"with {made.change}: {', '.join(told)}"

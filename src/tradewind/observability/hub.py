@@ -20,7 +20,8 @@ from tradewind.observability.board import Board, plan_json
 from tradewind.observability.lives import Listener, Lives, ReceiptLike, TokenColumns
 from tradewind.observability.logs import log_request
 from tradewind.observability.metrics import EngineFacts, Metrics
-from tradewind.observability.receipts import ItemisedReceipt, ReceiptBook
+from tradewind.observability.receipt_book import ReceiptBook
+from tradewind.observability.receipts import ItemisedReceipt
 from tradewind.observability.traces import Traces, make_traces
 
 LOG = logging.getLogger("tradewind.observability")
@@ -129,7 +130,9 @@ class Hub:
 
     def engine_ended(self, why: str) -> None:
         """The engine is gone and will report nothing more; a new one may follow."""
-        self._lives.engine_ended(why, time.monotonic())
+        now_s = time.monotonic()
+        self._lives.engine_ended(why, now_s)
+        self.receipts.engine_ended(now_s)
 
     def close(self) -> None:
         """Sends the spans that are left."""

@@ -96,6 +96,8 @@ class LocalExecutor:
 class DeviceRunner(Protocol):
     """A runner whose device works while the host goes on."""
 
+    @property
+    def prepared(self) -> bool: ...
     def submit(self, step: Step) -> None: ...
     def collect(self) -> StepResult: ...
     def close(self) -> None: ...
@@ -108,6 +110,11 @@ class DeviceExecutor:
         self._runner = runner
         self._at_close = at_close
         self._dead: BaseException | None = None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether no step will have to wait for a kernel to be compiled."""
+        return self._runner.prepared
 
     def submit(self, step: Step) -> None:
         """Puts a step on the device. Raises EngineDeadError with the cause when that failed."""

@@ -14,7 +14,7 @@ A step in which every row decodes is one graph (BODY and SAMPLE). The step behin
 on the device. Only a row whose grammar (or banned word) depends on the token before makes SAMPLE of the next step wait on the host, while
 BODY already runs.
 
-First time in a bucket: the launches are done one by one, which loads the kernels, and are captured for the next time.
+First time in a bucket: its launches are captured, then replayed.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ SHORT = 4096
 """Attention of more than FEW_ROWS rows is cut alike up to this length."""
 KERNELS_CHANGE_AT = (1, 2, 16, 32, 48, 64, 128)
 """Sizes of steps that together use every kernel of a model; the largest step is added."""
+REST_THREADS = 4
+"""Threads that compile behind the first steps: more would take the interpreter from the engine's own thread."""
 COMMON_DRAWS = (
     Draw(),
     Draw(greedy=False),
@@ -159,6 +161,8 @@ class GraphRunner:
         self._capacity, self._rows, self._longest = max_tokens_per_step, max_running, max_context
         self._vocab = vocab_size
         self._pdl = gpu.on_gpu
+        self._fresh = model.backend.name == "fa3"
+        """Steps whose prompts all begin in them have programs of their own."""
         self._want_graphs = graphs
         self._token_sizes, self._row_sizes = ladder(max_tokens_per_step), ladder(max_running)
         self._length_sizes = (*(size for size in LONGEST if size < max_context), max_context)
@@ -228,7 +232,10 @@ class GraphRunner:
         self._programs: dict[Key, Program] = {}
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()
         self._flights: deque[Flight] = deque()
+        self._rest: Callable[[], None] | None = None
         self._compiler: threading.Thread | None = None
+        self._awake: set[str] = set()
+        """Kinds of graphs of which one was run launch by launch: its library has its handles and memory."""
         self.captures = 0
         """Graphs captured so far."""
         gpu.settle()
@@ -354,7 +361,10 @@ class GraphRunner:
             size = smallest(self._row_sizes, rows)
             bucket = self._singles(size, longest)
         else:
-            bucket = self._mixed(smallest(self._token_sizes, max(total, FEW_ROWS)), smallest(self._row_classes, rows))
+            fresh = self._fresh and not step.start[step.count > 1].any()
+            bucket = self._mixed(
+                smallest(self._token_sizes, max(total, FEW_ROWS)), smallest(self._row_classes, rows), fresh=fresh
+            )
         self._launch(("body", bucket), lambda: self._body(bucket))
         self._prompt_logprobs(step, flight)
         self._take_hidden(step, flight)
@@ -375,19 +385,28 @@ class GraphRunner:
             self._take_logprobs(flight, draw.logprobs)
 
     def _launch(self, key: Key, run: Callable[[], None]) -> None:
-        """Replays the graph of `key`; the first time runs it launch by launch and captures it."""
+        """Replays the graph of `key`; the first time it is captured before. The first of all is run launch by launch too, which wakes the
+        libraries.
+        """
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
             graph.replay()
             return
-        run()
-        if self._want_graphs:
-            if len(self._graphs) >= MOST_GRAPHS:
-                self._gpu.settle()  # it may still be running
-                self._graphs.popitem(last=False)
-            self._graphs[key] = self._gpu.capture(run)
-            self.captures += 1
+        if not self._want_graphs:
+            run()
+            return
+        if len(self._graphs) >= MOST_GRAPHS:
+            self._gpu.settle()  # the oldest may still be running
+            self._graphs.popitem(last=False)
+        asleep = key[0] not in self._awake
+        if asleep:
+            run()
+            self._awake.add(key[0])
+        self._graphs[key] = graph = self._gpu.capture(run)
+        self.captures += 1
+        if not asleep:
+            graph.replay()
 
     # ------------------------------------------------------------------------- what a graph holds: launches, nothing else
 
@@ -649,8 +668,8 @@ class GraphRunner:
         return tuple(dict.fromkeys(max(most, min(SHORT, self._longest)) for most in self._length_sizes))
 
     def prepare(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = (), threads: int) -> None:
-        """Plans the steps that together use every kernel of the model, compiles what `sizes` and `prompt_sizes` need (see `warm`), and
-        goes on with the other kernels in a thread: on a machine that has run these shapes before, all are found on disk in a moment.
+        """Plans the steps that together use every kernel of the model, and compiles what `sizes` and `prompt_sizes` need (see
+        `warm`): on a machine that has run these shapes before, kernels are found on disk in a moment.
         """
         few = [size for size in self._row_sizes if size <= FEW_ROWS]
         many = [size for size in self._row_sizes if size in KERNELS_CHANGE_AT or size == self._rows]
@@ -658,10 +677,15 @@ class GraphRunner:
         buckets = {
             *(self._singles(rows, longest) for rows in many for longest in self._lengths(rows)),
             *(self._singles(rows, self._longest) for rows in few),
-            *(self._mixed(tokens, rows) for tokens in prompts for rows in self._row_classes),
+            *(
+                self._mixed(tokens, rows, fresh=fresh)
+                for tokens in prompts
+                for rows in self._row_classes
+                for fresh in {self._fresh, False}
+            ),
         }
         first = [self._singles(rows, self._length_sizes[0]) for rows in sizes]
-        first += [self._mixed(tokens, self._row_classes[0]) for tokens in prompt_sizes]
+        first += [self._mixed(tokens, self._row_classes[0], fresh=self._fresh) for tokens in prompt_sizes]
         # The largest first: its scratch serves the others.
         ordered = sorted(buckets | set(first), key=lambda bucket: (-bucket.tokens, -bucket.longest))
         now, later = _Kernels(), _Kernels()
@@ -695,16 +719,27 @@ class GraphRunner:
         with compiling(threads=threads):
             compile_first()
         self._gpu.settle()
-        self._compiler = threading.Thread(
-            target=_compile, args=(compile_rest, max(1, threads // 2)), name="tradewind-compile", daemon=True
-        )
-        self._compiler.start()
+        self._rest = compile_rest
+
+    def prepare_rest(self) -> None:
+        """Begins to compile, in a thread, what `prepare` left; `prepared` says when that is done. A step that needs one of them waits."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._compiler = threading.Thread(
+                target=_compile, args=(rest, REST_THREADS), name="tradewind-compile", daemon=True
+            )
+            self._compiler.start()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether every kernel of the model is compiled."""
+        return self._rest is None and (self._compiler is None or not self._compiler.is_alive())
 
     def _singles(self, rows: int, longest: int) -> Bucket:
         return Bucket(tokens=rows, rows=rows, singles=True, longest=longest)
 
-    def _mixed(self, tokens: int, rows: int) -> Bucket:
-        return Bucket(tokens=tokens, rows=rows, singles=False, longest=self._longest)
+    def _mixed(self, tokens: int, rows: int, *, fresh: bool) -> Bucket:
+        return Bucket(tokens=tokens, rows=rows, singles=False, longest=self._longest, fresh=fresh)
 
     def warm(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = ()) -> None:
         """Captures the decode steps of these many rows and the prompt steps of these many tokens, on empty steps: changes no slot."""
@@ -712,7 +747,7 @@ class GraphRunner:
             bucket = self._singles(size, self._length_sizes[0])
             self._empty_step(("whole", bucket, Draw()), lambda bucket=bucket: self._whole(bucket, Draw()))
         for size in prompt_sizes:
-            bucket = self._mixed(size, self._row_classes[0])
+            bucket = self._mixed(size, self._row_classes[0], fresh=self._fresh)
             self._empty_step(("body", bucket), lambda bucket=bucket: self._body(bucket))
         self._gpu.settle()
 

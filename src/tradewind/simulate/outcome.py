@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tradewind.contract.events import Preempted, Scheduled, StepDone, TokensOut
 from tradewind.contract.step import Ints
 from tradewind.engine.columns import Report, StepTokens
-from tradewind.simulate.traces import Trace
+from tradewind.simulate.trace_columns import Trace
 
 GAP_BINS = 400
 """Bins of the histogram of times between tokens, from 1 microsecond on."""

@@ -98,6 +98,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: Spread
     """Arrival until the request got a slot."""
     waiting_mean: float
+    """Queue length of a replica, in the mean over time; the next two likewise."""
     waiting_p99: float
     waiting_max: int
     cache_hit_rate: float

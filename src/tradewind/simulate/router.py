@@ -115,7 +115,8 @@ class PrefixAware(_Counting):
         """See Router."""
         super().sent(replica, blocks, block_tokens=block_tokens, tokens=tokens)
         own, where = self._sent[replica], self._where
-        for block in blocks.tolist():
+        # The beginning last, so that it is forgotten last: without it what follows is worth nothing.
+        for block in blocks[::-1].tolist():
             if block in own:
                 own.move_to_end(block)
             else:

@@ -32,10 +32,11 @@ from tradewind.contract.step import Enter, Ints, Step, StepResult, Wants
 from tradewind.engine.loop import Add, EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import VirtualClock
+from tradewind.simulate.features import FeatureReader, Features
 from tradewind.simulate.outcome import BINS_PER_DECADE, GAP_BINS, Outcome, Witness
 from tradewind.simulate.router import ROUTERS, Router
-from tradewind.simulate.steptime import FeatureReader, Features, StepTime
-from tradewind.simulate.traces import Trace
+from tradewind.simulate.steptime import StepTime
+from tradewind.simulate.trace_columns import FIRST_TOKEN, Trace
 
 END_TOKEN = 2
 """What a made-up answer ends with when more tokens were asked for than came."""
@@ -58,7 +59,8 @@ class SimulatedExecutor:
     """contract.Executor that computes nothing: answers are made up, and time passes on a virtual clock.
 
     `answer_of(request id)` gives the token its answer consists of and how many there are; the last is END_TOKEN where more were asked for.
-    `answers` has the tokens themselves, by request id, where they matter. Guesses are right with probability `acceptance`, one after the
+    Where what an answer says matters, because later prompts continue it, `answers` has its tokens, or `blocks_of` the ids of its and its
+    prompt's blocks (see traces). Guesses are right with probability `acceptance`, one after the
     other, until the first that is wrong.
     """
 
@@ -74,9 +76,16 @@ class SimulatedExecutor:
         acceptance: float = 0.7,
         seed: int = 0,
         answers: Mapping[str, Sequence[int]] | None = None,
+        blocks_of: Callable[[str], Ints] | None = None,
+        block_tokens: int = 1,
         watch: Callable[[Step, Features], None] | None = None,
     ) -> None:
         self._answers = answers or {}
+        self._blocks_of, self._block_tokens = blocks_of, block_tokens
+        self._ids: Ints = np.zeros((slots, 16), np.int32)
+        """By slot, the ids of its blocks, as far as ..."""
+        self._covered: Ints = np.zeros(slots, np.int32)
+        """... positions before this."""
         self._said: dict[int, Ints] = {}
         """Slot -> the tokens of its answer, where they are given."""
         self._clock = clock
@@ -143,6 +152,14 @@ class SimulatedExecutor:
             self._said[slot] = np.array(self._answers.get(enter.request_id, ()), dtype=np.int32)
         if len(enter.tokens) == enter.prompt_tokens:
             self._last_s[slot] = -1.0
+        if self._blocks_of is not None:
+            ids = self._blocks_of(enter.request_id)
+            if len(ids) > self._ids.shape[1]:
+                wider = np.zeros((len(self._ids), 2 * len(ids)), np.int32)
+                wider[:, : self._ids.shape[1]] = self._ids
+                self._ids = wider
+            self._ids[slot, : len(ids)] = ids
+            self._covered[slot] = len(ids) * self._block_tokens
 
     def _made_up(self, step: Step, features: Features) -> StepResult:
         slot = step.slot
@@ -150,7 +167,7 @@ class SimulatedExecutor:
         # Which token of its answer is the row's first, counted from 1.
         at = step.start + step.count - step.drafts - self._prompt[slot] + 1
         if features.prefill_tokens == 0 and features.logit_rows == rows:  # every row brings one token
-            tokens = self._filler[slot]
+            tokens = self._said_by(slot, at)
             ends = at == self._length[slot]
             if ends.any():
                 tokens[ends] = END_TOKEN
@@ -169,10 +186,21 @@ class SimulatedExecutor:
         np.cumsum(number, out=offset[1:])
         row = np.repeat(np.arange(rows), number)
         place = np.arange(len(row), dtype=np.int32) - offset[row] + at[row]
-        tokens = np.where(place == self._length[slot[row]], END_TOKEN, self._filler[slot[row]]).astype(np.int32)
+        tokens = self._said_by(slot[row], place)
+        tokens[place == self._length[slot[row]]] = END_TOKEN
         if self._said:
             self._speak(slot[row], place, tokens)
         return StepResult(number=step.number, slot=slot, epoch=step.epoch, offset=offset, tokens=tokens)
+
+    def _said_by(self, slots: Ints, places: Ints) -> Ints:
+        """Made-up tokens of answers at these places, which count from 1."""
+        tokens = self._filler[slots]
+        if self._blocks_of is not None:
+            position = self._prompt[slots] + places - 1
+            known = position < self._covered[slots]
+            if known.any():
+                tokens[known] = self._ids[slots[known], position[known] // self._block_tokens] + FIRST_TOKEN
+        return tokens
 
     def _speak(self, slots: Ints, places: Ints, tokens: Ints) -> None:
         """Puts given answers in the place of made-up ones; `places` count from 1."""
@@ -250,6 +278,8 @@ class Replica:
             submit_s=self._before_s if options.host else nothing_s,
             acceptance=options.acceptance,
             seed=options.seed + index,
+            blocks_of=(lambda request_id: trace.block_ids(int(request_id))) if trace.answers_known else None,
+            block_tokens=trace.block_tokens,
             watch=watch,
         )
         self.witness = Witness(outcome, ended=ended)
@@ -405,11 +435,12 @@ class _Fleet:
             while self._over and self._over[0][0] <= now:
                 _, replica, tokens = heapq.heappop(self._over)
                 self._router.ended(replica, tokens=tokens)
-            place = self._router.choose(self._trace.block_ids(index), block_tokens=self._trace.block_tokens)
+            blocks, size = self._trace.prompt_ids(index), self._trace.block_tokens
+            place = self._router.choose(blocks, block_tokens=size)
             self._router.sent(
                 place,
-                self._trace.block_ids(index),
-                block_tokens=self._trace.block_tokens,
+                blocks,
+                block_tokens=size,
                 tokens=int(self._trace.prompt_tokens[index] + self._trace.output_tokens[index]),
             )
             self._outcome.replica[index] = place

@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -33,8 +33,9 @@ from tradewind.engine.columns import Report, StepTokens
 from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Order
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import VirtualClock
+from tradewind.simulate.features import FeatureReader, Features
 from tradewind.simulate.simulator import NEVER, SimulatedExecutor
-from tradewind.simulate.steptime import FeatureReader, Features, HostTime, OnlineFit, fit_host
+from tradewind.simulate.steptime import HostTime, OnlineFit, fit_host
 
 FORMAT_VERSION = 1
 
@@ -348,6 +349,10 @@ class _Watched:
         if rest is not None:
             self.rest = rest  # see contract.Resting: only where the executor can
 
+    def __getattr__(self, name: str) -> Any:
+        """What some executors can besides (and whether they are prepared)."""
+        return getattr(self._executor, name)
+
     def submit(self, step: Step) -> None:
         self._log.submitted(step)
         self._executor.submit(step)
@@ -470,9 +475,13 @@ def replay(
 ) -> Replayed:
     """Lets the scheduler decide again with the logged times: each order comes where it came, each step ends when it ended.
 
-    `steps` from the engine's first on. `requests` by id as they were asked. `answers` are the tokens that came, where another prompt
-    continues them; without them made-up ones are used. `watch` takes the steps.
+    `steps` from the engine's first on, by a clock that moves between its verbs (a virtual one that stands still cannot tell whether a
+    request came before a decision or after it). `requests` by id as they were asked. `answers` are the tokens that came, where another
+    prompt continues them; without them made-up ones are used. `watch` takes the steps. Raises UserError when the log has not all steps.
     """
+    if [record.number for record in steps] != list(range(1, len(steps) + 1)):
+        first = steps[0].number if steps else 0
+        raise UserError(f"the step log begins at step {first} or has gaps: exact replay needs every step from 1 on")
     lengths = {record.id: record for record in records}
     by_number = {record.number: record for record in steps}
     names = {name: index for index, name in enumerate(requests)}

@@ -1,12 +1,6 @@
-"""Traffic as columns: when requests come, how long they and their answers are, what their prompts have in common.
+"""Files of traffic: ours, Mooncake's, Azure's, BurstGPT's, and journals that a server has recorded.
 
-Knows: file formats (ours, Mooncake's, Azure's, BurstGPT's) and how to make tokens up that share what the prompts shared. Refuses to know:
-engines, and any text.
-
-      prompt of request i     | block 17 | block 4 | block 91 (cut) |     equal block ids mean equal text *and* equal text before it
-                              |-- block_tokens each ---|
-
-A million requests are five arrays, not a million objects.
+Knows: lines, columns and what can be wrong with them: one sentence with the line's number. Refuses to know: what is done with a trace.
 """
 
 from __future__ import annotations
@@ -14,45 +8,38 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tradewind.contract.errors import UserError
-from tradewind.contract.step import Ints
+from tradewind.observability.journal import FORMAT as JOURNAL_FORMAT
+from tradewind.observability.journal import Journal, read_journal
+from tradewind.observability.replay import class_of
+from tradewind.simulate.trace_columns import LONGEST, Trace, TraceLine, lines_of, make_trace, poisson_trace
 
-Reals = npt.NDArray[np.float64]
-Offsets = npt.NDArray[np.int64]
+__all__ = [
+    "FORMAT_VERSION",
+    "READERS",
+    "Trace",
+    "TraceHead",
+    "TraceLine",
+    "journal_trace",
+    "lines_of",
+    "make_trace",
+    "poisson_trace",
+    "read_trace",
+    "write_trace",
+]
+"""The columns' names too, so that who reads traces has one place to import from."""
 
 FORMAT_NAME, FORMAT_VERSION = "tradewind-trace", 1
 MOONCAKE_BLOCK = 512
 """Tokens per hash id (Qin et al., "Mooncake", FAST 2025, traces beside the paper)."""
-LONGEST = 1 << 24
-FIRST_TOKEN = 16
-"""Made-up token ids begin here; what is below has a meaning in the simulator."""
-
-
-class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One request in our format."""
-
-    arrival_s: Annotated[float, msgspec.Meta(ge=0)]
-    prompt_tokens: Annotated[int, msgspec.Meta(ge=1, le=LONGEST)]
-    output_tokens: Annotated[int, msgspec.Meta(ge=1, le=LONGEST)]
-    """Tokens of the answer as it was."""
-    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=LONGEST)] = 0
-    """Most tokens that were asked for; 0: as many as came."""
-    blocks: tuple[int, ...] = ()
-    """Ids of the prompt's blocks of `block_tokens`, the first so many; what no id covers is shared with nobody."""
-    tenant: str = ""
-    priority: int = 0
-    traffic_class: str = msgspec.field(default="", name="class")
 
 
 class TraceHead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,167 +57,15 @@ class _Mooncake(msgspec.Struct, frozen=True):
     hash_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """Requests in order of arrival. All columns but `blocks` have one entry per request."""
-
-    name: str
-    arrival_s: Reals
-    """Seconds since the first request."""
-    prompt_tokens: Ints
-    output_tokens: Ints
-    max_tokens: Ints
-    priority: Ints
-    tenant: Ints
-    """Index into `tenants`."""
-    traffic_class: Ints
-    tenants: tuple[str, ...]
-    classes: tuple[str, ...]
-    block_tokens: int
-    blocks: Ints
-    """All prompts' block ids one after the other, dense from 0 on."""
-    block_start: Offsets
-    """Where each request's begin; one entry more than requests."""
-    notes: tuple[str, ...] = ()
-    """What was left out, one sentence each."""
-
-    def __len__(self) -> int:
-        return len(self.arrival_s)
-
-    @property
-    def duration_s(self) -> float:
-        """From the first arrival to the last."""
-        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
-
-    @cached_property
-    def distinct_blocks(self) -> int:
-        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
-
-    def block_ids(self, index: int) -> Ints:
-        """Ids of a prompt's blocks, those that it may share."""
-        return self.blocks[self.block_start[index] : self.block_start[index + 1]]
-
-    def prompt(self, index: int) -> Ints:
-        """Made-up tokens of a prompt: prompts agree in as many of them as their blocks say. Never shares with `filler`."""
-        length = int(self.prompt_tokens[index])
-        ids = self.block_ids(index)
-        out = np.full(length, self.filler(index) - 1, dtype=np.int32)
-        if len(ids):
-            shared = min(length, len(ids) * self.block_tokens)
-            out[:shared] = np.repeat(ids, self.block_tokens)[:shared]
-            out[:shared] += FIRST_TOKEN
-        return out
-
-    def filler(self, index: int) -> int:
-        """The token id that a request's made-up answer consists of: no other request has it."""
-        return FIRST_TOKEN + self.distinct_blocks + 2 * index + 1
-
-    def speed_up(self, factor: float) -> Trace:
-        """The same requests arriving `factor` times as fast."""
-        return replace(self, arrival_s=self.arrival_s / factor)
-
-    def longer(self, *, prompt: float = 1.0, output: float = 1.0) -> Trace:
-        """The same requests with prompts and answers that much longer (at least one token each); block ids stay where they were."""
-
-        def scaled(column: Ints, factor: float) -> Ints:
-            out: Ints = np.maximum(1, np.rint(column * factor)).astype(np.int32)
-            return out
-
-        return replace(
-            self,
-            prompt_tokens=scaled(self.prompt_tokens, prompt),
-            output_tokens=scaled(self.output_tokens, output),
-            max_tokens=scaled(self.max_tokens, output),
-        )
-
-    def select(self, which: npt.NDArray[np.int64]) -> Trace:
-        """These requests, by ascending index, as a trace of their own that begins at 0 s."""
-        arrival = self.arrival_s[which]
-        begin, end = self.block_start[which], self.block_start[which + 1]
-        blocks = [self.blocks[first:last] for first, last in zip(begin.tolist(), end.tolist(), strict=True)]
-        return replace(
-            self,
-            arrival_s=arrival - (arrival[0] if len(arrival) else 0.0),
-            prompt_tokens=self.prompt_tokens[which],
-            output_tokens=self.output_tokens[which],
-            max_tokens=self.max_tokens[which],
-            priority=self.priority[which],
-            tenant=self.tenant[which],
-            traffic_class=self.traffic_class[which],
-            blocks=np.concatenate(blocks) if blocks else self.blocks[:0],
-            block_start=np.concatenate((np.zeros(1, np.int64), np.cumsum(end - begin))),
-        )
-
-    def part(self, first: int, last: int) -> Trace:
-        """Requests first .. last - 1 as a trace of their own."""
-        return self.select(np.arange(len(self), dtype=np.int64)[first:last])
-
-
-def make_trace(lines: Iterable[TraceLine], *, name: str, block_tokens: int, notes: Sequence[str] = ()) -> Trace:
-    """Columns from lines; sorts them by arrival (a stable sort) and counts time from the first."""
-    arrival: list[float] = []
-    numbers: list[tuple[int, int, int, int, int, int]] = []
-    blocks: list[int] = []
-    start = [0]
-    tenants: dict[str, int] = {}
-    classes: dict[str, int] = {}
-    dense: dict[int, int] = {}
-    for line in lines:
-        arrival.append(line.arrival_s)
-        numbers.append(
-            (
-                line.prompt_tokens,
-                line.output_tokens,
-                max(line.max_tokens, line.output_tokens),
-                line.priority,
-                tenants.setdefault(line.tenant, len(tenants)),
-                classes.setdefault(line.traffic_class, len(classes)),
-            )
-        )
-        most = -(-line.prompt_tokens // block_tokens)
-        blocks.extend(dense.setdefault(block, len(dense)) for block in line.blocks[:most])
-        start.append(len(blocks))
-    times = np.array(arrival, dtype=np.float64)
-    table = np.array(numbers, dtype=np.int32).reshape(-1, 6)
-    ids = np.array(blocks, dtype=np.int32)
-    offsets = np.array(start, dtype=np.int64)
-    if len(times) and (np.diff(times) < 0).any():
-        order = np.argsort(times, kind="stable")
-        times, table = times[order], table[order]
-        sizes = np.diff(offsets)[order]
-        ids = np.concatenate([ids[offsets[i] : offsets[i + 1]] for i in order]) if len(ids) else ids
-        offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
-    if len(times):
-        times = times - times[0]
-    columns = [np.ascontiguousarray(table[:, place]) for place in range(6)]
-    return Trace(
-        name=name,
-        arrival_s=times,
-        prompt_tokens=columns[0],
-        output_tokens=columns[1],
-        max_tokens=columns[2],
-        priority=columns[3],
-        tenant=columns[4],
-        traffic_class=columns[5],
-        tenants=tuple(tenants) or ("",),
-        classes=tuple(classes) or ("",),
-        block_tokens=block_tokens,
-        blocks=ids,
-        block_start=offsets,
-        notes=tuple(notes),
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
 def read_trace(path: Path, *, kind: str | None = None, limit: int | None = None) -> Trace:
     """Reads a trace file, of the kind that its first line shows unless one is named in READERS; at most `limit` requests.
 
-    Raises UserError with the line's number for a line that cannot be read.
+    A folder is a journal that a server has recorded. Raises UserError with the line's number for a line that cannot be read.
     """
     if kind is not None and kind not in READERS:
         raise UserError(f"there is no trace format {kind!r}, only {', '.join(READERS)}")
+    if path.is_dir():
+        return _at_most(journal_trace(read_journal(path), name=path.name), limit)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             return _read(file, path=path, kind=kind, limit=limit)
@@ -240,10 +75,16 @@ def read_trace(path: Path, *, kind: str | None = None, limit: int | None = None)
         raise UserError(f"{path} is not text in UTF-8, so it is no trace") from None
 
 
+def _at_most(trace: Trace, limit: int | None) -> Trace:
+    return trace if limit is None else trace.part(0, limit)
+
+
 def _read(file: io.TextIOWrapper, *, path: Path, kind: str | None, limit: int | None) -> Trace:
     first = file.readline()
     if not first.strip():
         raise UserError(f"{path} is empty or begins with an empty line")
+    if f'"{JOURNAL_FORMAT}"' in first and kind is None:
+        return _at_most(journal_trace(read_journal(path), name=path.name), limit)
     kind = kind or _kind_of(first)
     if kind is None:
         raise UserError(
@@ -261,6 +102,37 @@ def _read(file: io.TextIOWrapper, *, path: Path, kind: str | None, limit: int | 
     if not len(made):
         raise UserError(f"{path} has no request in it")
     return replace(made, notes=tuple(notes))
+
+
+def journal_trace(journal: Journal, *, name: str) -> Trace:
+    """What a server recorded, as a trace: each sample of each prompt is a request, sharing what the blocks say."""
+    lines = []
+    silent = 0
+    for entry in journal.entries:
+        for sequence in entry.sequences:
+            if sequence.output_tokens < 1:
+                silent += 1
+                continue
+            lines.append(
+                TraceLine(
+                    arrival_s=entry.at,
+                    prompt_tokens=sequence.prompt_tokens,
+                    output_tokens=sequence.output_tokens,
+                    max_tokens=sequence.max_tokens,
+                    blocks=sequence.blocks,
+                    tenant=entry.tenant,
+                    priority=entry.priority,
+                    traffic_class=class_of(entry),
+                )
+            )
+    notes = list(journal.notes)
+    if silent:
+        notes.append(
+            f"{silent} {'request' if silent == 1 else 'requests'} without an answer left out (embeddings, failures)"
+        )
+    if not lines:
+        raise UserError(f"the journal {name} has no request with an answer in it")
+    return make_trace(lines, name=name, block_tokens=journal.header.block_tokens, notes=notes)
 
 
 def _kind_of(first: str) -> str | None:
@@ -362,7 +234,7 @@ def _azure(lines: Iterator[tuple[int, str]], path: Path, notes: list[str]) -> It
 
 
 def _burstgpt(lines: Iterator[tuple[int, str]], path: Path, notes: list[str]) -> Iterator[TraceLine]:
-    """With session ids a session is one growing text: each of its prompts begins with those before it."""
+    """With session ids a session is one growing text: each of its prompts begins with those before it, and their answers."""
     silent = 0
     sessions: dict[str, int] = {}
     for number, row in _rows(lines, path):
@@ -376,7 +248,7 @@ def _burstgpt(lines: Iterator[tuple[int, str]], path: Path, notes: list[str]) ->
         blocks: tuple[int, ...] = ()
         if session:
             place = sessions.setdefault(session, len(sessions))
-            blocks = tuple(place << 20 | index for index in range(prompt // MOONCAKE_BLOCK))
+            blocks = tuple(place << 20 | index for index in range((prompt + output) // MOONCAKE_BLOCK))
         yield _line(at, prompt, output, blocks=blocks)
     _tell_silent(silent, notes)
 
@@ -449,71 +321,3 @@ def write_trace(trace: Trace, path: Path) -> None:
         file.write(encoder.encode(head) + b"\n")
         for line in lines_of(trace):
             file.write(encoder.encode(line) + b"\n")
-
-
-def lines_of(trace: Trace) -> Iterator[TraceLine]:
-    """The requests one by one."""
-    for index in range(len(trace)):
-        output, most = int(trace.output_tokens[index]), int(trace.max_tokens[index])
-        yield TraceLine(
-            arrival_s=float(trace.arrival_s[index]),
-            prompt_tokens=int(trace.prompt_tokens[index]),
-            output_tokens=output,
-            max_tokens=0 if most == output else most,
-            blocks=tuple(trace.block_ids(index).tolist()),
-            tenant=trace.tenants[trace.tenant[index]],
-            priority=int(trace.priority[index]),
-            traffic_class=trace.classes[trace.traffic_class[index]],
-        )
-
-
-# -------------------------------------------------------------------------------------------------------------- made up
-
-
-def poisson_trace(
-    *,
-    requests: int,
-    per_s: float,
-    prompt: tuple[float, float] = (60.0, 1.1),
-    output: tuple[float, float] = (120.0, 0.8),
-    longest_prompt: int = 4096,
-    longest_output: int = 1024,
-    prefixes: int = 0,
-    prefix_blocks: int = 0,
-    block_tokens: int = 64,
-    seed: int = 0,
-    name: str = "poisson",
-) -> Trace:
-    """A made-up trace: Poisson arrivals, log-normal lengths given as (median, sigma), fixed by its seed.
-
-    With `prefixes` each prompt begins with one of so many common prefixes of `prefix_blocks` blocks, popular ones more often (1 / rank).
-    """
-    draw = np.random.default_rng(seed)
-    arrival = np.cumsum(draw.exponential(1 / per_s, requests))
-    own = np.clip(np.rint(draw.lognormal(math.log(prompt[0]), prompt[1], requests)), 1, longest_prompt)
-    said = np.clip(np.rint(draw.lognormal(math.log(output[0]), output[1], requests)), 1, longest_output)
-    answer = said.astype(np.int32)
-    blocks = np.zeros(0, np.int32)
-    start = np.zeros(requests + 1, np.int64)
-    if prefixes and prefix_blocks:
-        rank = 1.0 / np.arange(1, prefixes + 1)
-        which = draw.choice(prefixes, size=requests, p=rank / rank.sum())
-        blocks = (which[:, None] * prefix_blocks + np.arange(prefix_blocks)).astype(np.int32).ravel()
-        start = np.arange(requests + 1, dtype=np.int64) * prefix_blocks
-        own = own + prefix_blocks * block_tokens
-    zeros = np.zeros(requests, np.int32)
-    return Trace(
-        name=name,
-        arrival_s=arrival - (arrival[0] if requests else 0.0),
-        prompt_tokens=own.astype(np.int32),
-        output_tokens=answer,
-        max_tokens=answer,
-        priority=zeros,
-        tenant=zeros,
-        traffic_class=zeros,
-        tenants=("",),
-        classes=("",),
-        block_tokens=block_tokens,
-        blocks=blocks,
-        block_start=start,
-    )

@@ -191,7 +191,13 @@ class _Loading:
         for name, tensor in checkpoint.tensors.items():
             place = place_of(name, family=family, gguf=checkpoint.kind == "gguf")
             if place is not None:
-                at.update(parts_of(tensor, place, fused=family.fused, card=card))
+                parts = parts_of(tensor, place, fused=family.fused, card=card)
+                twice = sorted(at.keys() & parts.keys())
+                if twice:
+                    raise WeightsError(
+                        f"{self.where}: tensors '{shown(at[twice[0]].name)}' and '{shown(name)}' both hold {twice[0]}"
+                    )
+                at.update(parts)
             elif not name.startswith(family.ignored):
                 self._unplaced.append(name)
         self._at = regrouped(at, family.regroup)

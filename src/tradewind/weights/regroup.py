@@ -5,6 +5,7 @@ know: which families store what so; that is a table beside each model.
 
     columns      [X, K, N]                   each expert transposed; where several parts share it, their columns alternate
     alternate    [X, N]                      vectors; where several parts share them, their values alternate
+    row          [K] or [1, K]               a matrix of one row, whose first axis a file may leave out
     mxfp4        [X, N, K / 32, 16] blocks   two 4-bit floats a byte (low first), 32 share a power of two; rows alternate.
                  [X, N, K / 32] scales       Open Compute Project, Microscaling Formats 1.0
 """
@@ -23,7 +24,7 @@ from tradewind.weights.split import NUMBER
 from tradewind.weights.tensor import RawTensor, shown
 
 Regroup = Mapping[str, tuple[str, tuple[str, ...]]]
-"""Place of a tensor -> its form, and the places of its parts; a part's place has the expert as one number more."""
+"""Place of a tensor -> its form, and the places of its parts; of an expert's part the place has one number more."""
 
 WIDTHS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -66,6 +67,8 @@ def regrouped(at: Mapping[str, RawTensor], table: Regroup) -> dict[str, RawTenso
                 raise RegroupError(f"tensor '{shown(tensor.name)}' has no scales beside it")
             del found[beside]
             made = mxfp4_parts(tensor, at[beside], count=len(parts))
+        elif form == "row":
+            made = [[one_row(tensor)]]
         else:
             made = strided_parts(tensor, form, count=len(parts))
         for expert, row in enumerate(made):
@@ -96,6 +99,14 @@ def strided_parts(tensor: RawTensor, form: str, *, count: int) -> list[list[Deri
         )
 
     return [[part(expert, index) for index in range(count)] for expert in range(tensor.shape[0])]
+
+
+def one_row(tensor: RawTensor) -> Derived:
+    """A matrix [1, K] of the same bytes."""
+    if tensor.shape[:-1] not in ((), (1,)) or not tensor.shape:
+        raise RegroupError(f"tensor '{shown(tensor.name)}' has the shape {tensor.shape}; it must be one row")
+    shape = (1, tensor.shape[-1])
+    return Derived(tensor.name, shape, tensor.format, tensor.nbytes, make=lambda: tensor.data)
 
 
 def mxfp4_parts(blocks: RawTensor, scales: RawTensor, *, count: int) -> list[list[Derived]]:

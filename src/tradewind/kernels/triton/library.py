@@ -6,6 +6,8 @@ On a CPU (Triton's interpreter, for tests) the same functions are plain torch.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,50 @@ def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, 
 def copy(source: Tensor, *, out: Tensor) -> None:
     """out = source in out's type."""
     out.copy_(source)
+
+
+def fresh_attention(
+    q: Tensor,
+    qkv: Tensor,
+    query_start: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    softcap: float | None,
+    out: Tensor,
+) -> None:
+    """out [T, H D] = causal attention of every row over its own tokens in this step, by FlashAttention 3 (package fa3-fwd).
+
+    q [T, H D]; k and v are the middle and last part of qkv [T, (H + 2G) D], k rotated; query_start int32 [R + 1]. A row with earlier keys
+    gets a wrong answer, which its own kernel must overwrite.
+    """
+    tokens, dim = len(q), q.shape[1] // heads
+    parts = qkv.view(tokens, heads + 2 * kv_heads, dim)
+    k, v = parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
+    if q.device.type != "cuda":
+        _fresh_in_torch(q.view(tokens, heads, dim), k, v, query_start, scale=scale, softcap=softcap, out=out)
+        return
+    import fa3_fwd._C  # noqa: F401 - brings torch.ops.fa3_fwd
+
+    torch.ops.fa3_fwd.fwd(
+        q.view(tokens, heads, dim), k, v, out=out.view(tokens, heads, dim), cu_seqlens_q=query_start, cu_seqlens_k=query_start,
+        max_seqlen_q=tokens, max_seqlen_k=tokens, softmax_scale=scale, is_causal=True, softcap=softcap or 0.0, num_splits=1,
+    )  # fmt: skip
+
+
+def _fresh_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float, softcap: float | None, out: Tensor
+) -> None:
+    """The same row by row, for the interpreter's tests."""
+    start = query_start.tolist()
+    for first, end in pairwise(start):
+        if first == end:
+            continue
+        repeat = q.shape[1] // k.shape[1]
+        keys, values = (part[first:end].float().repeat_interleave(repeat, 1) for part in (k, v))
+        score = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * scale
+        score = score if softcap is None else softcap * torch.tanh(score / softcap)
+        future = torch.ones(end - first, end - first, dtype=torch.bool).triu(1)
+        weight = score.masked_fill(future, float("-inf")).softmax(-1)
+        out[first:end] = torch.einsum("hqk,khd->qhd", weight, values).flatten(1).to(out.dtype)

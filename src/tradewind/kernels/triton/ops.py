@@ -334,12 +334,14 @@ class CudaOps:
         sinks: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        fresh: bool = False,
     ) -> None:
+        """fresh: in buckets of that kind, rows of several tokens may be computed from this step's keys alone, by FlashAttention 3."""
         assert q.shape[1] == heads * kv.head_dim, (q.shape, heads, kv.head_dim)
         assert causal or window is None, "a window looks back: it is for causal attention"
         self._call(
             "attention", tokens=len(q), q=q, kv=kv, rows=rows, heads=heads, scale=scale, window=window, softcap=softcap,
-            sinks=sinks, out=out, causal=causal,
+            sinks=sinks, out=out, causal=causal, fresh=fresh,
         )  # fmt: skip
 
     def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:

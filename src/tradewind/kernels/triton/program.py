@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tradewind.kernels.ops import PackedMatrix
+from tradewind.kernels.ops import KVLayer, PackedMatrix
 from tradewind.kernels.triton import decode, elementwise, encode, library, norm, prefill, rope, skinny
 from tradewind.kernels.triton.tape import ADDERS, Bucket, Call, Tape, address
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig, Tuning
@@ -75,6 +75,7 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
     if fuse:
         planner.take_angles_from_tables()
         planner.fold_rope_into_attention()
+        planner.take_fresh_keys()
         planner.fold_residuals()
         planner.fold_norms_of_deltas()
         planner.fold_norms()
@@ -181,6 +182,25 @@ class Planner:
                 reader["rope"] = dict(call.arguments)
                 gone.add(i)
         self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
+
+    def take_fresh_keys(self) -> None:
+        """Where all keys of the long rows are in this step, attention reads them from the qkv buffer, rotated in place."""
+        if not self.bucket.fresh or self.deterministic:
+            return
+        for i, call in enumerate(self.calls):
+            if call.op != "attention" or not call["fresh"] or call["window"] is not None or call["sinks"] is not None:
+                continue
+            source = self.last_write(i, address(call["q"]))
+            made = self.calls[source] if source >= 0 else None
+            if (
+                made is not None
+                and made.op == "rope_store"
+                and made["kv"] is call["kv"]
+                and self.untouched(address(made["qkv"]), source, i, reads=True)
+                and self.readers(self.last_write(source, address(made["qkv"])), address(made["qkv"])) == [source]
+            ):
+                made["back"] = True
+                call["qkv"] = made["qkv"]
 
     def fold_residuals(self) -> None:
         """A matmul whose result is only added to the residual stream by the next norm adds it itself."""
@@ -475,10 +495,12 @@ class Planner:
     def _rope_store(self, call: Call) -> None:
         kv, qkv = call["kv"], self.cut(call["qkv"])
         by_position = call["positions"] is not None
+        text = f"rope_store {shape(qkv)}" + (", k back" if call["back"] else "")
         self.own(
-            rope.rope_store, f"rope_store {shape(qkv)}", qkv, call["angles"] if by_position else self.cut(call["angles"]),
+            rope.rope_store, text, qkv, call["angles"] if by_position else self.cut(call["angles"]),
             self.cut(call["write_slots"]), kv.k, kv.v, heads=call["heads"], q_weight=call["q_weight"], k_weight=call["k_weight"],
             eps=call["eps"], positions=self.cut(call["positions"]), out=self.cut(call["out"]), count=self.count(call, always=True),
+            back=bool(call["back"]),
         )  # fmt: skip
 
     def _attention(self, call: Call) -> None:
@@ -493,7 +515,16 @@ class Planner:
             self.own(encode.paged_encode, f"encode {shape(q)}", q, kv.k, kv.v, query_start=query_start, **common)
             return
         common["window"] = call["window"]
-        if self.deterministic or not bucket.singles:
+        if call["qkv"] is not None:
+            # Rows of one token, whose older keys are in the pages, come out wrong here and are written again below.
+            self.launch(
+                library.fresh_attention, f"fa3 {shape(q)}", q, self.cut(call["qkv"]), query_start, heads=call["heads"],
+                kv_heads=kv.kv_heads, scale=call["scale"], softcap=call["softcap"], out=out,
+            )  # fmt: skip
+            if bucket.rows == 1:
+                return
+            common["query_start"] = query_start
+        elif self.deterministic or not bucket.singles:
             # A lone row is this kernel's alone, so that a chunk costs one launch; it may have one token.
             alone = self.deterministic or bucket.rows == 1
             ratio = call["heads"] // kv.kv_heads
@@ -509,7 +540,7 @@ class Planner:
             common["query_start"] = query_start
         if bucket.rows == 1:
             common["rows"] = None
-        form = decode_config(self.tuning, bucket, kv.head_dim)
+        form = decode_config(self.tuning, bucket, kv, call["heads"] // kv.kv_heads)
         if form.splits > 1:
             need = decode.decode_workspace_floats(
                 bucket.rows, heads=call["heads"], head_dim=kv.head_dim, splits=form.splits
@@ -541,10 +572,10 @@ def shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def decode_config(tuning: Tuning, bucket: Bucket, head_dim: int) -> DecodeConfig:
+def decode_config(tuning: Tuning, bucket: Bucket, kv: KVLayer, packed: int) -> DecodeConfig:
     """The tuned constants; wide heads get narrower tiles, so that keys and values fit into shared memory."""
-    config = tuning.decode(bucket.rows, bucket.longest)
-    return replace(config, block_n=min(config.block_n, 32), stages=2) if head_dim > 128 else config
+    config = tuning.decode(bucket.rows, bucket.longest, packed=packed, fp8=kv.format == "fp8")
+    return replace(config, block_n=min(config.block_n, 32), stages=2) if kv.head_dim > 128 else config
 
 
 def prefill_config(tuning: Tuning, head_dim: int, page_tokens: int, ratio: int) -> PrefillConfig:

@@ -33,7 +33,7 @@ def _rope_store_kernel(
     eps, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    NORM: tl.constexpr, BY_POSITION: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BY_POSITION: tl.constexpr, COUNTED: tl.constexpr, BACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -95,6 +95,11 @@ def _rope_store_kernel(
         tl.store(place + W // 2 + i[None, :], stored(y2, k_scale, k_ptr), mask=live)
         if W < D:
             tl.store(place + rest[None, :], stored(x3, k_scale, k_ptr), mask=rest_live)
+        if BACK:  # this program alone reads and writes these heads of the row
+            tl.store(row + i[None, :], y1.to(qkv_ptr.dtype.element_ty), mask=live)
+            tl.store(row + W // 2 + i[None, :], y2.to(qkv_ptr.dtype.element_ty), mask=live)
+            if W < D:
+                tl.store(row + rest[None, :], x3.to(qkv_ptr.dtype.element_ty), mask=rest_live)
 
 
 def rope_store(
@@ -113,6 +118,7 @@ def rope_store(
     positions: Tensor | None = None,
     out: Tensor,
     count: Tensor | None = None,
+    back: bool = False,
     pdl: bool = False,
     heads_per_program: int | None = None,
     warps: int | None = None,
@@ -121,6 +127,7 @@ def rope_store(
 
     angles float32 [T, W] (cos half, sin half of the first W dims), or a table [positions, W] read at positions int32 [T] when given.
     write_slots int32 [T] = page * B + offset. q_weight and k_weight [D]: RMS norm per head before the rotation, both or neither.
+    back: k as it is after norm and rotation also replaces k in qkv.
     """
     tokens = qkv.shape[0]
     kv_heads, page_tokens, dim = k_pages.shape[1:]
@@ -135,6 +142,6 @@ def rope_store(
         q_weight if q_weight is not None else qkv, k_weight if k_weight is not None else qkv,
         out, k_pages, v_pages, count if count is not None else write_slots, eps, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, W=width, B=page_tokens, HEADS=block, HALF=half, REST=pow2(max(1, dim - width)),
-        NORM=q_weight is not None, BY_POSITION=positions is not None, COUNTED=count is not None,
+        NORM=q_weight is not None, BY_POSITION=positions is not None, COUNTED=count is not None, BACK=back,
         **launch_options(pdl=pdl, warps=warps or max(1, min(4, block * half * 2 // 256))),
     )  # fmt: skip

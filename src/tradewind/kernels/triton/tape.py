@@ -28,6 +28,8 @@ class Bucket:
     """Every row has exactly one token: a decode step."""
     longest: int
     """No row has more keys than this, the step's own included; picks how attention is split."""
+    fresh: bool = False
+    """Every row of several tokens has all of its keys in this step: a prompt that begins here."""
 
 
 READS: dict[str, tuple[str, ...]] = {

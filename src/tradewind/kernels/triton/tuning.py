@@ -81,9 +81,9 @@ class Tuning:
         if found is not None:
             return found
         if fp8:
-            return GemvConfig(8, 512, 4) if depth >= 8192 else GemvConfig(4, 512, 2)
+            return GemvConfig(8, 512, 4, narrow=True, half=depth < 8192, ahead=4 if depth < 8192 else 2)
         if depth <= 1024:
-            return GemvConfig(4, 1024, 4)
+            return GemvConfig(4, 1024, 4, narrow=True)
         return GemvConfig(4, 2048, 8) if outputs * depth >= 1 << 25 else GemvConfig(2, 2048, 4)
 
     def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
@@ -99,26 +99,28 @@ class Tuning:
         split = 1 if many else next(pieces for pieces in (4, 2, 1) if depth // 128 % pieces == 0)
         return TileConfig(bm, 64, 128, split, 4, 4 if bm < 64 else 3)
 
-    def decode(self, rows: int, longest: int) -> DecodeConfig:
-        """Constants of attention for a bucket of one-token rows with at most `longest` keys each."""
+    def decode(self, rows: int, longest: int, *, packed: int = 4, fp8: bool = False) -> DecodeConfig:
+        """Constants of attention for a bucket of one-token rows with at most `longest` keys each; `packed` query heads share a kv head."""
         if rows <= 2:
-            if longest <= 2048:
-                return DecodeConfig(8 if longest <= 512 else 32, 32, 2, 2)
-            return DecodeConfig(32, 64, 4, 2)
+            if longest <= 512:
+                return DecodeConfig(8, 32, 4 if packed <= 2 else 2, 2)
+            return DecodeConfig(32, 32, 2, 2) if longest <= 2048 else DecodeConfig(32, 64, 4, 2)
         if rows <= 16:
             return DecodeConfig(8, 32, 2, 3)
-        return (
-            DecodeConfig(1, 128, 8, 3)
-            if rows <= 48 and longest <= 4096
-            else DecodeConfig(1 if longest <= 8192 else 4, 128, 4, 2)
-        )
+        if longest > 8192:
+            return DecodeConfig(4, 128, 4, 2)
+        if fp8:  # conversions want more tiles under way
+            return DecodeConfig(1, 128, 4, 5)
+        if rows <= 48 and longest <= 4096:
+            return DecodeConfig(1, 128, 8, 3)
+        return DecodeConfig(1, 64, 4, 3) if rows <= 96 else DecodeConfig(1, 128, 4, 2)
 
     def prefill(self, head_dim: int, page_tokens: int) -> PrefillConfig:
         """Constants of attention for rows of several tokens."""
         if head_dim > 128:
             return PrefillConfig(64, 64, 4, 2)
         if page_tokens % 64 == 0 and head_dim in (64, 128):
-            return PrefillConfig(128, 64, 4, 3, True)
+            return PrefillConfig(128, 64, 8, 2, True, registers=128)
         return PrefillConfig(128, 64, 4, 3)
 
 
@@ -127,24 +129,24 @@ TUNINGS: dict[str, Tuning] = {
         multiprocessors=132,
         gemv_shapes={
             # Qwen3-0.6B: qkv, o, gate_up, down
-            (4096, 1024, False): GemvConfig(4, 1024, 4),
+            (4096, 1024, False): GemvConfig(4, 1024, 4, narrow=True),
             (1024, 2048, False): GemvConfig(1, 2048, 2),
-            (3072, 1024, False): GemvConfig(2, 1024, 2),
+            (3072, 1024, False): GemvConfig(2, 1024, 2, narrow=True),
             (1024, 3072, False): GemvConfig(2, 2048, 4),
             # Llama-3.2-1B
-            (3072, 2048, False): GemvConfig(4, 1024, 4),
+            (3072, 2048, False): GemvConfig(4, 1024, 8, narrow=True),
             (2048, 2048, False): GemvConfig(1, 2048, 2),
-            (8192, 2048, False): GemvConfig(2, 2048, 4),
+            (8192, 2048, False): GemvConfig(2, 2048, 4, narrow=True),
             (2048, 8192, False): GemvConfig(1, 2048, 2),
             # Llama-3.1-8B
-            (6144, 4096, False): GemvConfig(4, 2048, 8),
+            (6144, 4096, False): GemvConfig(8, 512, 4, narrow=True),
             (4096, 4096, False): GemvConfig(2, 2048, 4),
-            (14336, 4096, False): GemvConfig(2, 4096, 8),
+            (14336, 4096, False): GemvConfig(2, 4096, 8, narrow=True),
             (4096, 14336, False): GemvConfig(4, 2048, 8),
-            (6144, 4096, True): GemvConfig(4, 512, 2),
-            (4096, 4096, True): GemvConfig(4, 512, 2),
-            (14336, 4096, True): GemvConfig(2, 2048, 4),
-            (4096, 14336, True): GemvConfig(8, 512, 4),
+            (6144, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),
+            (4096, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),
+            (14336, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),
+            (4096, 14336, True): GemvConfig(8, 512, 4, narrow=True),
         },
     ),
 }

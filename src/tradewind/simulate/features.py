@@ -1,0 +1,115 @@
+"""What of a step decides its time, summed up from its columns.
+
+Knows: rows, contexts, logits and masks of a step. Refuses to know: seconds (steptime).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tradewind.contract.kv import KVGroup
+from tradewind.contract.step import Step, Wants
+
+Reals = npt.NDArray[np.float64]
+
+LAST, ALL, ALL_NO_SAMPLE = int(Wants.LAST), int(Wants.ALL), int(Wants.ALL_NO_SAMPLE)
+"""Plain numbers: looking a member up costs a step as much as the sum that it is needed for."""
+
+
+class Features(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What of a step decides its time."""
+
+    tokens: int = 0
+    rows: int = 0
+    prefill_tokens: int = 0
+    """Tokens of rows that compute more than one known token."""
+    decode_context: int = 0
+    """Tokens that the other rows read from the cache, themselves included. Layers with a window count in proportion."""
+    prefill_context: int = 0
+    """Sum over the tokens of prefill rows of the tokens that each of them sees."""
+    logit_rows: int = 0
+    masked_rows: int = 0
+    """Rows that are sampled under a grammar's mask."""
+
+
+FIELDS: tuple[str, ...] = Features.__struct_fields__
+NAMES = {
+    "tokens": "tokens",
+    "rows": "rows",
+    "prefill_tokens": "prompt tokens",
+    "decode_context": "tokens read by decode rows",
+    "prefill_context": "token pairs in prompts",
+    "logit_rows": "rows of logits",
+    "masked_rows": "masked rows",
+}
+
+
+class FeatureReader:
+    """Sums a step's columns up; remembers which slots have a grammar. To be shown every step in order."""
+
+    def __init__(self, *, groups: Sequence[KVGroup], slots: int) -> None:
+        self._masked: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self._any_masked = False
+        layers = sum(len(group.layers) for group in groups)
+        self._windows = [(group.window, len(group.layers) / max(1, layers)) for group in groups]
+        self._plain = all(window is None for window, _ in self._windows)
+
+    def read(self, step: Step) -> Features:
+        """The features of one step; remembers who entered."""
+        for enter in step.enter:
+            self._masked[enter.slot] = enter.grammar is not None
+            self._any_masked |= enter.grammar is not None
+        rows = len(step.slot)
+        if not rows:
+            return Features()
+        count, drafts, wants = step.count, step.drafts, step.wants
+        tokens = int(count.sum())
+        if tokens == rows and self._plain and bool((wants == LAST).all()):
+            # Nothing but decode rows: the usual step.
+            decode_context, prefill_context, prefill_tokens, logit_rows = int(step.start.sum()) + rows, 0, 0, rows
+        else:
+            start, size = step.start.astype(np.float64), count.astype(np.float64)
+            chunk = count - drafts > 1
+            decode = ~chunk
+            decode_context = round(self._seen(start[decode] + size[decode] - 1))
+            prefill_context = round(self._pairs(start[chunk], size[chunk]))
+            prefill_tokens = int(count[chunk].sum())
+            every = (wants == ALL) | (wants == ALL_NO_SAMPLE)
+            logit_rows = int((wants == LAST).sum())
+            if every.any():
+                logit_rows += int(np.where(drafts > 0, drafts + 1, count)[every].sum())
+        masked = 0
+        if self._any_masked:
+            masked = int((self._masked[step.slot] & ((wants == LAST) | (wants == ALL))).sum())
+        return Features(
+            tokens=tokens,
+            rows=rows,
+            prefill_tokens=prefill_tokens,
+            decode_context=decode_context,
+            prefill_context=prefill_context,
+            logit_rows=logit_rows,
+            masked_rows=masked,
+        )
+
+    def _seen(self, position: Reals) -> float:
+        """Tokens that tokens at these positions see, in the mean over layers."""
+        return sum(
+            part * float((position + 1 if window is None else np.minimum(position + 1, window)).sum())
+            for window, part in self._windows
+        )
+
+    def _pairs(self, start: Reals, size: Reals) -> float:
+        """The same, summed over all tokens of chunks."""
+        total = 0.0
+        for window, part in self._windows:
+            if window is None:
+                total += part * float((size * start + size * (size + 1) / 2).sum())
+            else:
+                growing = np.clip(window - 1 - start, 0, size)  # tokens that do not see a whole window yet
+                seen = growing * start + growing * (growing + 1) / 2 + (size - growing) * window
+                total += part * float(seen.sum())
+        return total
