@@ -133,7 +133,7 @@ def test_a_journal_is_a_trace(tmp_path: Path) -> None:
     def entry(at: float, *sequences: SequenceEntry, **more: Any) -> Entry:
         return Entry(id=f"e{at}", at=at, kind="chat", stream=False, sequences=sequences, **more)
 
-    one = SequenceEntry(prompt_tokens=33, output_tokens=20, max_tokens=64, blocks=(1 << 50, 2 << 50, 3 << 50))
+    one = SequenceEntry(prompt_tokens=33, output_tokens=40, max_tokens=64, blocks=(1 << 50, 2 << 50, 3 << 50, 4 << 50))
     two = SequenceEntry(prompt_tokens=50, output_tokens=4, max_tokens=4, blocks=(1 << 50, 2 << 50, 3 << 50))
     failed = SequenceEntry(prompt_tokens=50, output_tokens=0, max_tokens=4)
     entries = [entry(1000.5, one, traffic_class="chat"), entry(1003.0, two, two, tenant="a"), entry(1004.0, failed)]
@@ -146,7 +146,7 @@ def test_a_journal_is_a_trace(tmp_path: Path) -> None:
         assert common(trace.prompt(0), trace.prompt(1)) == 33
         assert common(trace.prompt(1), trace.prompt(2)) == 48, "what no whole block covers is shared with nobody"
         assert [trace.prompt_ids(i).tolist() for i in range(3)] == [[0, 1], [0, 1, 2], [0, 1, 2]]
-        assert trace.answers_known, "the third block of the first request is in its answer"
+        assert trace.answers_known, "the fourth block of the first request is in its answer"
         assert "chat" in trace.classes and "a" in trace.tenants
         assert trace.notes == ("1 request without an answer left out (embeddings, failures)",)
         assert len(read_trace(place, limit=2)) == 2

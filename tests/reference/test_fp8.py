@@ -83,7 +83,7 @@ def test_choice() -> None:
 
     assert chosen("BF16") == chosen("F16", "F32") == "fp8"
     assert chosen("BF16", numerics=FP8.for_sensitive()) == "plain"
-    assert chosen("Q4_K") == "plain"
+    assert chosen("Q4_K") == "fp8", "blocks are expanded and rounded a second time"
     assert chosen("BF16", numerics=Numerics(compute="bf16", quantization="none")) == "plain"
     with pytest.raises(UserError, match=r"F8_E4M3 \(fp8: F8_E4M3 weights with stored scales are not read yet"):
         chosen("F8_E4M3")

@@ -17,6 +17,7 @@ import numpy as np
 
 from tradewind.contract.errors import UserError
 from tradewind.kernels.ops import PackedMatrix
+from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.numerics import Numerics, Ops, Stored
 from tradewind.quantization.plain import PLAIN_FORMATS, PlainScheme, as_float
 
@@ -33,7 +34,8 @@ LEAST_SCALE = np.float32(2.0**-100)
 
 
 class FP8Scheme:
-    """Float weights quantised at load where the op set multiplies FP8; sensitive matrices arrive here as plain ones."""
+    """Weights rounded to FP8 at load where the op set multiplies FP8, also those that were blocks of integers before; sensitive matrices
+    arrive here as plain ones."""
 
     name = "fp8"
 
@@ -43,8 +45,8 @@ class FP8Scheme:
             return f"{stored[0]} weights with stored scales are not read yet; take the bf16 checkpoint and quantise it at load"
         if numerics.quantization != "fp8":
             return f"quantisation at load is {numerics.quantization}"
-        other = [format for format in formats if format not in PLAIN_FORMATS]
-        return f"{other[0]} is quantised already or not a float" if other else None
+        other = [format for format in formats if format not in BLOCKS]
+        return f"{other[0]} is not read here" if other else None
 
     def expects(self, shape: tuple[int, int]) -> Mapping[str, tuple[int, ...]]:
         return {"weight": shape}
@@ -56,7 +58,8 @@ class FP8Scheme:
         if not all(fits_fp8(tensor.shape) for tensor in tensors):
             return PlainScheme().pack(parts, ops=ops, numerics=numerics, gated=gated)
         device: Any = ops
-        if hasattr(ops, "pack_stored"):
+        floats = all(tensor.format in PLAIN_FORMATS for tensor in tensors)
+        if floats and hasattr(ops, "pack_stored"):
             return cast(PackedMatrix, device.pack_stored(tensors, layout="fp8", gated=gated))
         if gated:
             return ops.pack_gated(*(self.pack([part], ops=ops, numerics=numerics) for part in parts))

@@ -34,6 +34,7 @@ from tradewind.contract.step import Floats, Ints, RowLogprobs, Step, StepResult,
 from tradewind.device.batch import ForwardBatch, Scratch
 from tradewind.device.slots import Slots
 from tradewind.kernels.ops import KVLayer, PagedRows, Tensor
+from tradewind.kernels.triton import library
 from tradewind.kernels.triton import sample as sampler
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu, Graph, Mark, Pinned
@@ -59,6 +60,8 @@ KERNELS_CHANGE_AT = (1, 2, 16, 32, 48, 64, 128)
 """Sizes of steps that together use every kernel of a model; the largest step is added."""
 REST_THREADS = 4
 """Threads that compile behind the first steps: more would take the interpreter from the engine's own thread."""
+WOKEN = 1024
+"""Steps up to this size have the library's kernels loaded behind the first steps; larger ones share a few."""
 COMMON_DRAWS = (
     Draw(),
     Draw(greedy=False),
@@ -131,11 +134,6 @@ class _Kernels:
     def run(self) -> None:
         for launch in self._launches.values():
             launch.run()
-
-
-def _compile(work: Callable[[], None], threads: int) -> None:
-    with compiling(threads=threads):
-        work()
 
 
 class GraphRunner:
@@ -719,16 +717,33 @@ class GraphRunner:
         with compiling(threads=threads):
             compile_first()
         self._gpu.settle()
-        self._rest = compile_rest
+
+        def rest() -> None:
+            with compiling(threads=REST_THREADS):
+                compile_rest()
+            self._wake_library([size for size in (*self._row_sizes, *self._token_sizes) if size <= WOKEN])
+
+        self._rest = rest
 
     def prepare_rest(self) -> None:
         """Begins to compile, in a thread, what `prepare` left; `prepared` says when that is done. A step that needs one of them waits."""
         rest, self._rest = self._rest, None
         if rest is not None:
-            self._compiler = threading.Thread(
-                target=_compile, args=(rest, REST_THREADS), name="tradewind-compile", daemon=True
-            )
+            self._compiler = threading.Thread(target=rest, name="tradewind-compile", daemon=True)
             self._compiler.start()
+
+    def _wake_library(self, sizes: Sequence[int]) -> None:
+        """Has the library load what its matmuls of these many rows need."""
+        found: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Any]] = {}
+        for call in (*self._body_tape.calls, *self._head_tape.calls):
+            if call.op in ("linear", "gated_linear"):
+                weight, dtype = (
+                    call["weight"],
+                    self._hidden.dtype if call["out"] is not self._logits else self._logits.dtype,
+                )
+                scale = weight.data[1] if weight.layout == "fp8" else None
+                found[weight.n, weight.k, weight.layout, dtype] = (weight.data[0], scale, dtype)
+        library.wake(list(found.values()), sorted(set(sizes)))
 
     @property
     def prepared(self) -> bool:

@@ -106,8 +106,8 @@ class Trace:
 
     @cached_property
     def answers_known(self) -> bool:
-        """Whether the blocks of some request reach into its answer."""
-        return bool((np.diff(self.block_start) * self.block_tokens > self.prompt_tokens).any())
+        """Whether some request has blocks behind the one with the end of its prompt: then that one is prompt and answer in all of them."""
+        return bool((np.diff(self.block_start) > -(-self.prompt_tokens // self.block_tokens)).any())
 
     def filler(self, index: int) -> int:
         """The token id that a request's made-up answer consists of where no block covers it: no other request has it."""

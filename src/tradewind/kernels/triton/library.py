@@ -6,6 +6,7 @@ On a CPU (Triton's interpreter, for tests) the same functions are plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -44,6 +45,22 @@ def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, 
         torch._scaled_mm(
             x, weight.T, x_scale[:, None], scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=True, out=out
         )
+
+
+def wake(weights: Sequence[tuple[Tensor, Tensor | None, torch.dtype]], sizes: Sequence[int]) -> None:
+    """Multiplies zeros by each (matrix [N, K], its scales or None, type of the result) for `sizes` rows: the library loads a kernel when it
+    is first used, which takes as long as some steps. Changes nothing.
+    """
+    for rows in sizes:
+        for weight, scale, dtype in weights:
+            n, k = weight.shape
+            x = torch.zeros(rows, k, dtype=torch.bfloat16, device=weight.device)
+            out = torch.empty(rows, n, dtype=dtype, device=weight.device)
+            if scale is None:
+                matmul(x, weight, out=out)
+            else:
+                one = torch.ones(rows, dtype=torch.float32, device=weight.device)
+                scaled_matmul(x.to(weight.dtype), one, weight, scale, out=out)
 
 
 def copy(source: Tensor, *, out: Tensor) -> None:
