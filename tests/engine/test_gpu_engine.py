@@ -15,13 +15,13 @@ from tradewind.contract.events import Preempted, TokensOut
 from tradewind.contract.request import SamplingParams
 from tradewind.serving.structured import StructuredOutput
 
-NEW = 3
+NEW = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 DRAWN = SamplingParams(
     temperature=0.9, top_k=50, top_p=0.95, repetition_penalty=1.1, seed=7, max_tokens=NEW, ignore_eos=True
 )
 LOGPROBS = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=3)
-SHORT: dict[str, Any] = {"low": 14, "high": 24}
+SHORT: dict[str, Any] = {"low": 14, "high": 16}
 
 
 @pytest.fixture(scope="module", params=["full", "windowed"])
@@ -67,7 +67,7 @@ def test_deterministic_answers_depend_on_nobody_else(
 
 def test_deterministic_answers_survive_preemption(folder: Path, alone: dict[str, list[tuple[int, ...]]]) -> None:
     listener = Listener()
-    with gpu_engine_of(folder, deterministic=True, pages=3, sinks=[listener]) as engine:
+    with gpu_engine_of(folder, deterministic=True, pages=4, sinks=[listener]) as engine:
         assert answers(engine, requests(engine, prompts(2, **SHORT), GREEDY)) == alone["greedy"]
     if not any(isinstance(event, Preempted) for event in listener.events):
         pytest.fail("the pool was to be too small for all")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
@@ -309,6 +310,29 @@ def test_halves_that_never_meet_are_bounded(tmp_path: Path, monkeypatch: pytest.
         writer.take(Named(f"r{place}"), [])  # type: ignore[arg-type]
     assert len(writer._asked) == 10 and writer.dropped == 40
     writer.close()
+
+
+def test_what_waits_for_a_slow_disk_is_bounded_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tradewind.observability.journal.WAITING_TOKENS", 1000)
+    world = World()
+    world.submit(0.0, "a", [5, 6], max_tokens=1)
+    world.run()
+    gate = threading.Event()
+    real = JournalWriter._write
+    monkeypatch.setattr(
+        JournalWriter,
+        "_write",
+        lambda self, line: (gate.wait(10), real(self, line)) if b"sequences" in line else real(self, line),
+    )
+    writer = JournalWriter(tmp_path, model="m", vocab_size=100)
+    for place in range(20):
+        name = f"r{place}"
+        writer.take_itemised(msgspec.structs.replace(world.made["a"], id=name), None)
+        writer.take(Named(name), [(request(name, [7] * 400), [1])])  # type: ignore[arg-type]
+    assert 15 <= writer.dropped <= 17
+    gate.set()
+    writer.close()
+    assert len(read_journal(tmp_path).entries) == 20 - writer.dropped
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

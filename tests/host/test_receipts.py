@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -309,6 +310,31 @@ def test_with_twice_the_chunk(neighbours: int) -> None:
     assert said.ttft_s == pytest.approx(other.ttft_s - made.ttft_s, rel=0.25)
     assert said.others_tpot_s == pytest.approx(128 * 0.0001, rel=0.05)  # a step more full by so much
     assert re.fullmatch(r"with chunk 256: TTFT -[\d.]+ ms, others' TPOT \+[\d.]+ ms", said.says), said.says
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_smaller_chunk(seed: int) -> None:
+    """A long neighbour between one's tokens: "with chunk 256: longest gap -x ms" is what a run with 256 shows."""
+
+    def play(chunk: int) -> tuple[ItemisedReceipt, float]:
+        world = World(chunk=chunk, cost=Cost(base_s=0.003, prefill_s=0.0001, decode_s=0.0003))
+        random = np.random.default_rng(seed)
+        for place in range(20):  # so that the cost of a step is known
+            world.submit(0.1 * place, f"w{place}", prompt(random, int(random.integers(10, 400))), max_tokens=6)
+        world.submit(3.0, VICTIM, prompt(random, 20), max_tokens=20)
+        world.submit(3.02, "long", prompt(random, 3000), max_tokens=2)
+        world.run()
+        times = [event.at_s for event in world.said[VICTIM] if event.tokens]
+        return world.made[VICTIM], max(later - sooner for sooner, later in pairwise(times))
+
+    made, gap_s = play(512)
+    said = made.counterfactual
+    assert made.binding.cause == "neighbour" and made.binding.blocked_by == "long" and said is not None
+    chunk = re.match(r"chunk (\d+)", said.change)
+    assert chunk is not None
+    other, smaller_s = play(int(chunk[1]))
+    assert said.longest_gap_s == pytest.approx(smaller_s - gap_s, rel=0.15)
+    assert other.binding.cause == "neighbour", "it waits as long in all"
 
 
 def test_with_more_pages() -> None:

@@ -313,6 +313,64 @@ def test_a_replay_against_a_server_that_dies_counts_failures(recorded: tuple[Pat
     assert to_html(report, journal.entries, outcomes).startswith("<!doctype html>")
 
 
+class Foreign:
+    """Another OpenAI-compatible server: knows nothing of our fields, answers without chunks, in odd pieces, with comments between."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:  # somebody looked whether there is a server
+            writer.close()
+            return
+        length = int(re.search(rb"Content-Length: (\d+)", head)[1])  # type: ignore[index]
+        body = json.loads(await reader.readexactly(length))
+        self.bodies.append(body)
+        if "input" in body:
+            answer = json.dumps({"data": [], "usage": {"prompt_tokens": 9}}, indent=1)
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
+        elif "ignore_eos" in body:
+            answer = json.dumps(
+                {"error": {"message": "Unrecognized request argument: ignore_eos", "param": "ignore_eos"}}
+            )
+            writer.write(f"HTTP/1.1 400 Bad Request\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
+        else:
+            events = [json.dumps({"choices": [{"index": 0, "text": word}]}) for word in ("a", "b", "")]
+            events.append(json.dumps({"choices": [], "usage": {"completion_tokens": 2, "prompt_tokens": 9}}))
+            lines = ": hello\r\n\r\n" + "".join(f"data: {event}\r\n\r\n" for event in (*events, "[DONE]"))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+            for place in range(0, len(lines), 7):
+                writer.write(lines[place : place + 7].encode())
+                await writer.drain()
+        writer.close()
+
+
+def test_another_server_is_asked_for_what_it_knows(recorded: tuple[Path, Path]) -> None:
+    journal = read_journal(recorded[1], limit=12)
+    foreign = Foreign()
+
+    async def play() -> list[Outcome]:
+        server = await asyncio.start_server(foreign.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/prefix"
+        async with server:
+            return await Replayer(journal.header, url, model="theirs").run(plan(journal.entries, speed=1000))
+
+    outcomes = asyncio.run(play())
+    assert not any(outcome.error for outcome in outcomes)
+    texts = [o for o, entry in zip(outcomes, journal.entries, strict=True) if entry.kind != "embedding"]
+    assert all(o.output_tokens == 2 and o.ttft_s is not None and o.cached_tokens is None for o in texts)
+    plain = [body for body in foreign.bodies if "ignore_eos" not in body and "prompt" in body]
+    assert len(plain) == len(texts)
+    assert all(
+        {"model", "prompt", "max_tokens", "n", "stream", "stream_options", "temperature"} == set(body) for body in plain
+    )
+    report = make_report(journal.header, journal.entries, outcomes, source="j", target="t", speed=1000, targets={})
+    assert report.replayed.hit_rate is None and "not told" in to_html(report, journal.entries, outcomes)
+
+
 def test_a_journal_survives_sigkill(tmp_path: Path) -> None:
     """What had ended is there; only a last line that was cut may be missing."""
     place = tmp_path / "journal"
@@ -324,3 +382,39 @@ def test_a_journal_survives_sigkill(tmp_path: Path) -> None:
         made.process.wait()
     assert len(read_journal(place).entries) == 5
     assert JournalWriter.__doc__
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "the answer is no HTTP"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: 3\n\n", "an event of the answer is no object"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[3]}\n', "the answer cannot be read"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"index":0,"text":"a"}]}\n', "the answer ended in the middle"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nda", "2 bytes read on a total of 5"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "the answer cannot be read"),
+        (b'HTTP/1.1 503 X\r\n\r\n{"error":{"message":"busy"}}', "status 503: busy"),
+        (b'HTTP/1.1 500 X\r\n\r\n{"error":3}', "status 500: no reason is given"),
+        (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error":{"message":"it broke"}}\ndata: [DONE]\n', "it broke"),
+    ],
+)
+def test_answers_that_make_no_sense_are_failures_with_a_reason(
+    recorded: tuple[Path, Path], answer: bytes, said: str
+) -> None:
+    journal = read_journal(recorded[1])
+    entries = [entry for entry in journal.entries if entry.kind == "completion"][:1]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1 << 20)
+        writer.write(answer)
+        writer.close()
+
+    async def play() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await Replayer(journal.header, url).run(plan(entries))
+
+    with pytest.raises(UserError) as raised:
+        asyncio.run(play())
+    assert said in str(raised.value) and "\n" not in str(raised.value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 
 from tradewind.cache.lease import PageLease, common_chunks
 from tradewind.cache.pages import NULL_PAGE
@@ -326,12 +327,14 @@ class Admission:
         """Of what lacks; changes nothing."""
         running = self._running
         rows = running.rows
-        holders = [s for s in rows.sequences if s is not None and s.lease is not None]
+        holders = filter(None, rows.sequences)
         if cause == "tokens" and running.filling:
             return max(running.filling, key=lambda s: int(rows.fill[s.slot] - rows.next[s.slot])).id
         if cause == "pages":
-            return max(holders, key=lambda s: sum(s.lease.held) if s.lease is not None else 0).id if holders else ""
-        return min(holders, key=lambda s: s.arrived_s).id if holders else ""
+            most = max(holders, key=lambda s: sum(s.lease.held) if s.lease is not None else 0, default=None)
+        else:
+            most = min(holders, key=attrgetter("arrived_s"), default=None)
+        return most.id if most is not None else ""
 
     # -- making room -------------------------------------------------------------------------------------------------
 

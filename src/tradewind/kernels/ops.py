@@ -187,10 +187,6 @@ class Ops(Protocol):
     def pack_stacked(self, parts: tuple[PackedMatrix, ...]) -> PackedMatrix:
         """Stacks matrices of one layout along N (qkv). N of every part but the last is a multiple of 16."""
 
-    def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
-        """Matrices of one layout and shape, expert by expert, made into one thing that `experts` takes. An iterable, so that an op set may
-        place each part before the next is packed; parts are not used afterwards."""
-
     def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable: ...
 
     def kv_layer(self, *, pages: int, page_tokens: int, kv_heads: int, head_dim: int, format: str) -> KVLayer: ...
@@ -230,33 +226,6 @@ class Ops(Protocol):
         self, x: Tensor, weight: PackedMatrix, *, activation: Activation, bias: Tensor | None, out: Tensor, count: Count
     ) -> None:
         """out[T, F] = activation(x @ gate.T) * (x @ up.T), or as `Activation` says; weight from pack_gated; bias [2F] = gate then up."""
-
-    def route(
-        self, logits: Tensor, routing: Routing, *, bias: Tensor | None, ids: Tensor, weights: Tensor, count: Count
-    ) -> None:
-        """logits float32 [T, X] -> ids int32 [T, K] (all different and valid, whatever the logits), weights float32 [T, K]. bias [X] is
-        added to scores where experts are chosen, not where they are weighed."""
-
-    def experts(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        *,
-        activation: Activation,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        out: Tensor,
-        count: Count,
-    ) -> None:
-        """out[t] = sum over k of weights[t, k] * down_e(activation(gate_e x[t]) * up_e x[t]), e = ids[t, k]; x, out [T, E].
-
-        Whatever the routing: an expert may take no token, or all of them, and none is dropped. How tokens are sorted by expert is the op
-        set's own affair, on its device. Only experts that are sent a token are read. gate_up_bias [X, 2F] is gate's then up's, down_bias
-        [X, E]. A token's result does not depend on its neighbours. out is not x.
-        """
 
     def rope_angles(self, positions: Tensor, inv_freq: Tensor, *, scale: float, out: Tensor, count: Count) -> None:
         """out[t] = scale * (cos | sin) of float32 positions[t] * inv_freq; inv_freq [D/2], out [T, D] = cos half, then sin half."""
@@ -322,6 +291,41 @@ class Ops(Protocol):
 
     def copy_pages(self, kv: KVLayer, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         """Copies whole pages within one layer; outside recordings."""
+
+
+class ExpertOps(Ops, Protocol):
+    """An op set that computes mixtures of experts too."""
+
+    def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
+        """Matrices of one layout and shape, expert by expert, made into one thing that `experts` takes. An iterable, so that an op set may
+        place each part before the next is packed; parts are not used afterwards."""
+
+    def route(
+        self, logits: Tensor, routing: Routing, *, bias: Tensor | None, ids: Tensor, weights: Tensor, count: Count
+    ) -> None:
+        """logits float32 [T, X] -> ids int32 [T, K] (all different and valid, whatever the logits), weights float32 [T, K]. bias [X] is
+        added to scores where experts are chosen, not where they are weighed."""
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        activation: Activation,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        out: Tensor,
+        count: Count,
+    ) -> None:
+        """out[t] = sum over k of weights[t, k] * down_e(activation(gate_e x[t]) * up_e x[t]), e = ids[t, k]; x, out [T, E].
+
+        Whatever the routing: an expert may take no token, or all of them, and none is dropped. How tokens are sorted by expert is the op
+        set's own affair, on its device. Only experts that are sent a token are read. gate_up_bias [X, 2F] is gate's then up's, down_bias
+        [X, E]. A token's result does not depend on its neighbours. out is not x.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,10 @@ which layers have one (the card).
 
 from __future__ import annotations
 
+from typing import cast
+
 from tradewind.device.batch import ForwardBatch
-from tradewind.kernels.ops import Compute, PackedMatrix, Routing
+from tradewind.kernels.ops import Compute, ExpertOps, PackedMatrix, Routing
 from tradewind.layers.build import Build, Tensor, Weights
 from tradewind.layers.mlp import GatedMLP
 
@@ -22,7 +24,7 @@ class MoE:
         card, moe = build.card, build.card.moe
         assert moe is not None
         assert card.activation != "gelu", card.activation
-        self.ops = build.ops
+        self.ops = cast("ExpertOps", build.ops)  # resolve() chooses no op set without experts for such a card
         self.size = card.hidden
         self.activation = card.activation
         self.routing = Routing(

@@ -43,7 +43,9 @@ MAX_FILE_BYTES = 64 << 20
 MAX_BYTES = 1 << 30
 """So much of a folder the files of a journal take at most; the oldest are deleted first."""
 WAITING = 4096
-"""So many requests may wait to be written, and so many for their other half."""
+"""So many requests may wait to be written, and so many for their other half ..."""
+WAITING_TOKENS = 4 << 20
+"""... and so many tokens of requests that wait to be written, for these are kept in memory."""
 NAME = re.compile(r"journal-(\d{13})-(\d{5})\.jsonl")
 
 Kind = Literal["chat", "completion", "responses", "embedding"]
@@ -179,6 +181,8 @@ class JournalWriter:
         self.dropped = 0
         self.written = 0
         self._broken = False
+        self._put_tokens = self._got_tokens = 0
+        """Tokens that were queued, counted by the server's thread, and taken from the queue, counted by the journal's."""
         self._asked: OrderedDict[str, tuple[ReceiptLike, Sequence[tuple[Request, Sequence[int]]]]] = OrderedDict()
         self._made: OrderedDict[str, ItemisedReceipt] = OrderedDict()
         self._queue: queue.SimpleQueue[
@@ -219,9 +223,11 @@ class JournalWriter:
             self._made.popitem(last=False)
 
     def _put(self, receipt: ReceiptLike, asked: Sequence[tuple[Request, Sequence[int]]], made: ItemisedReceipt) -> None:
-        if self._broken or self._queue.qsize() >= WAITING:
+        waiting = self._put_tokens - self._got_tokens
+        if self._broken or self._queue.qsize() >= WAITING or waiting >= WAITING_TOKENS:
             self.dropped += 1
             return
+        self._put_tokens += _tokens(asked)
         self._queue.put((receipt, asked, made))
 
     def close(self, *, timeout_s: float = 5.0) -> None:
@@ -237,6 +243,7 @@ class JournalWriter:
     def _run(self) -> None:
         encode = msgspec.json.Encoder().encode
         while (item := self._queue.get()) is not None:
+            self._got_tokens += _tokens(item[1])
             if self._broken:
                 self.dropped += 1
                 continue
@@ -321,6 +328,11 @@ class JournalWriter:
             prompt=request.tokens if self._raw else None,
             output=tuple(output) if self._raw else None,
         )
+
+
+def _tokens(asked: Sequence[tuple[Request, Sequence[int]]]) -> int:
+    """Prompt tokens of a request; its answers may still grow, so that they cannot be counted twice alike."""
+    return sum(len(request.tokens) for request, _ in asked)
 
 
 # -- reading -------------------------------------------------------------------------------------------------------------

@@ -293,18 +293,22 @@ class Replayer:
             error = f"no answer within {self._timeout_s:g} s"
         except ConnectionRefusedError:
             error = "nobody listens there"
-        except (Refused, OSError, EOFError, ValueError) as raised:
+        except (Refused, OSError, EOFError) as raised:
             error = str(raised) or type(raised).__name__
+        except (ValueError, AttributeError, KeyError, TypeError) as raised:  # whatever another server may say
+            error = f"the answer cannot be read: {raised}"
         end_s = time.monotonic()
-        if error is None and heard.error:
-            error = heard.error
+        if error is None:
+            error = heard.error or (
+                None if heard.done or entry.kind == "embedding" else "the answer ended in the middle"
+            )
         for place, tokens in enumerate(heard.tokens):
             if tokens and place < len(entry.sequences):
                 self._text.learn(entry.sequences[place], prompts[place // max(1, entry.n)], tokens)
         written = heard.written if heard.written is not None else sum(map(len, heard.tokens))
         first_s = None if heard.first_s is None else heard.first_s - began_s
         tpot_s = None
-        longest = max((s.output_tokens for s in entry.sequences), default=0)
+        longest = max(map(len, heard.tokens), default=0) or written // max(1, len(entry.sequences))
         if heard.first_s is not None and heard.last_s is not None and longest > 1:
             tpot_s = (heard.last_s - heard.first_s) / (longest - 1)
         return Outcome(
@@ -327,12 +331,15 @@ class Replayer:
             body: dict[str, Any] = {"input": prompts if len(prompts) > 1 else prompts[0]}
             if self._model is not None:
                 body["model"] = self._model
-            await self._connection.lines("/v1/embeddings", msgspec.json.encode(body), heard.whole)
+            lines: list[bytes] = []
+            await self._connection.lines("/v1/embeddings", msgspec.json.encode(body), lines.append)
+            heard.whole(b"\n".join(lines))
             return
+        ours = self._ours  # others may find out meanwhile
         try:
             await self._connection.lines("/v1/completions", self._body(entry, prompts), heard.line)
         except Refused as refused:
-            if refused.status not in (400, 422) or not self._ours or heard.first_s is not None:
+            if refused.status not in (400, 422) or not ours:
                 raise
             self._ours = False  # another server, which refuses what it does not know
             await self._connection.lines("/v1/completions", self._body(entry, prompts), heard.line)
@@ -370,6 +377,7 @@ class _Heard:
         self.written: int | None = None
         self.queue_s: float | None = None
         self.error: str | None = None
+        self.done = False
 
     def line(self, line: bytes) -> None:
         """One line of a stream of events."""
@@ -377,6 +385,7 @@ class _Heard:
             return
         payload = line[5:].strip()
         if payload == b"[DONE]" or not payload:
+            self.done = self.done or bool(payload)
             return
         event = msgspec.json.decode(payload)
         if not isinstance(event, dict):
@@ -395,10 +404,12 @@ class _Heard:
                 self.tokens[choice.get("index", 0)] += ids
         self._ends(event)
 
-    def whole(self, line: bytes) -> None:
+    def whole(self, body: bytes) -> None:
         """An answer that is not streamed."""
-        if line.strip():
-            self._ends(msgspec.json.decode(line))
+        answer = msgspec.json.decode(body)
+        if not isinstance(answer, dict):
+            raise ValueError("the answer is no object")
+        self._ends(answer)
 
     def _ends(self, event: dict[str, Any]) -> None:
         usage = event.get("usage")

@@ -23,6 +23,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -721,7 +722,7 @@ class GraphRunner:
         def rest() -> None:
             with compiling(threads=REST_THREADS):
                 compile_rest()
-            self._wake_library([size for size in (*self._row_sizes, *self._token_sizes) if size <= WOKEN])
+            self._wake_library()
 
         self._rest = rest
 
@@ -732,18 +733,25 @@ class GraphRunner:
             self._compiler = threading.Thread(target=rest, name="tradewind-compile", daemon=True)
             self._compiler.start()
 
-    def _wake_library(self, sizes: Sequence[int]) -> None:
-        """Has the library load what its matmuls of these many rows need."""
-        found: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Any]] = {}
-        for call in (*self._body_tape.calls, *self._head_tape.calls):
-            if call.op in ("linear", "gated_linear"):
-                weight, dtype = (
-                    call["weight"],
-                    self._hidden.dtype if call["out"] is not self._logits else self._logits.dtype,
-                )
-                scale = weight.data[1] if weight.layout == "fp8" else None
-                found[weight.n, weight.k, weight.layout, dtype] = (weight.data[0], scale, dtype)
-        library.wake(list(found.values()), sorted(set(sizes)))
+    def _wake_library(self) -> None:
+        """Has the library load what matmuls of steps up to WOKEN tokens need."""
+        rows = [size for size in self._row_sizes if size <= WOKEN]
+        for tape, sizes in (
+            (self._body_tape, sorted({*rows, *(size for size in self._token_sizes if size <= WOKEN)})),
+            (self._head_tape, rows),
+        ):
+            found: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Any]] = {}
+            for call in tape.calls:
+                if call.op in ("linear", "gated_linear"):
+                    weight, dtype = (
+                        call["weight"],
+                        self._hidden.dtype if tape is self._body_tape else self._logits.dtype,
+                    )
+                    scale = weight.data[1] if weight.layout == "fp8" else None
+                    found[weight.n, weight.k, weight.layout] = (weight.data[0], scale, dtype)
+            for weight in found.values():
+                with self._gpu.quiet:
+                    library.wake(*weight, sizes)
 
     @property
     def prepared(self) -> bool:
@@ -760,10 +768,10 @@ class GraphRunner:
         """Captures the decode steps of these many rows and the prompt steps of these many tokens, on empty steps: changes no slot."""
         for size in sizes:
             bucket = self._singles(size, self._length_sizes[0])
-            self._empty_step(("whole", bucket, Draw()), lambda bucket=bucket: self._whole(bucket, Draw()))
+            self._empty_step(("whole", bucket, Draw()), partial(self._whole, bucket, Draw()))
         for size in prompt_sizes:
             bucket = self._mixed(size, self._row_classes[0], fresh=self._fresh)
-            self._empty_step(("body", bucket), lambda bucket=bucket: self._body(bucket))
+            self._empty_step(("body", bucket), partial(self._body, bucket))
         self._gpu.settle()
 
     def _empty_step(self, key: Key, run: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ verbs run at once.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,9 @@ class Gpu:
         self.on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.quiet = threading.Lock()
+        """Held while a graph is captured, and by another thread while it does what would spoil a capture (waiting for the device, giving
+        memory back)."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -124,7 +128,7 @@ class Gpu:
         if not self.on_gpu:
             return Graph(None, run)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with self.quiet, torch.cuda.stream(self._stream):
             # Relaxed: a kernel may be loaded now, and other threads may allocate pinned memory.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:

@@ -64,17 +64,28 @@ JITFunction.run = _run_or_compile
 
 @contextmanager
 def compiling(*, threads: int) -> Iterator[None]:
-    """Launches of the block compile their kernels, several at a time, and launch nothing; at its end all are compiled.
+    """Launches of the block compile their kernels, several at a time, and launch nothing; at its end all are compiled and loaded.
 
     What other threads launch meanwhile is launched. Not under the interpreter (see COMPILES), which would run them.
     """
     assert COMPILES, "the interpreter compiles nothing"
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.current_device() if on_gpu else None
+    wake = (lambda: torch.cuda.set_device(device)) if on_gpu else None
     token = _compile_only.set(True)
     try:
-        with ThreadPoolExecutor(threads, thread_name_prefix="tradewind-compile") as pool, triton.AsyncCompileMode(pool):
-            yield
+        with ThreadPoolExecutor(threads, thread_name_prefix="tradewind-compile", initializer=wake) as pool:
+            with triton.AsyncCompileMode(pool) as mode:
+                yield
+            if on_gpu:  # loading a kernel compiles a C function that launches it, which takes as long as the kernel itself
+                list(pool.map(_loaded, mode.future_kernels.values()))
     finally:
         _compile_only.reset(token)
+
+
+def _loaded(kernel: Any) -> Any:
+    """The launching function of a compiled kernel; asking for it loads both."""
+    return kernel.result().run
 
 
 FP8 = torch.float8_e4m3fn

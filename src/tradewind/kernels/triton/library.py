@@ -47,20 +47,24 @@ def scaled_matmul(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, 
         )
 
 
-def wake(weights: Sequence[tuple[Tensor, Tensor | None, torch.dtype]], sizes: Sequence[int]) -> None:
-    """Multiplies zeros by each (matrix [N, K], its scales or None, type of the result) for `sizes` rows: the library loads a kernel when it
-    is first used, which takes as long as some steps. Changes nothing.
+def wake(weight: Tensor, scale: Tensor | None, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+    """Multiplies zeros by a matrix [N, K] (with its scales, or None) into `dtype` for `sizes` rows: the library loads a kernel when it is
+    first used, which takes as long as some steps. Changes nothing; waits for the device, and its memory goes back.
     """
+    n, k = weight.shape
+    most = max(sizes, default=0)
+    x = torch.zeros(most, k, dtype=weight.dtype, device=weight.device)
+    one = torch.ones(most, dtype=torch.float32, device=weight.device)
+    out = torch.empty(most, n, dtype=dtype, device=weight.device)
     for rows in sizes:
-        for weight, scale, dtype in weights:
-            n, k = weight.shape
-            x = torch.zeros(rows, k, dtype=torch.bfloat16, device=weight.device)
-            out = torch.empty(rows, n, dtype=dtype, device=weight.device)
-            if scale is None:
-                matmul(x, weight, out=out)
-            else:
-                one = torch.ones(rows, dtype=torch.float32, device=weight.device)
-                scaled_matmul(x.to(weight.dtype), one, weight, scale, out=out)
+        if scale is None:
+            matmul(x[:rows], weight, out=out[:rows])
+        else:
+            scaled_matmul(x[:rows], one[:rows], weight, scale, out=out[:rows])
+    if weight.is_cuda:
+        torch.cuda.synchronize()
+        del x, one, out
+        torch.cuda.empty_cache()
 
 
 def copy(source: Tensor, *, out: Tensor) -> None:

@@ -89,7 +89,7 @@ def lay_out(
     """
     capacity, limit = ids.shape[0], lengths.shape[0]
     assert limit <= 1024, f"{limit} rows in a step, at most 1024"
-    block = 64 if limit > 128 else 128
+    block = 64 if width(limit) > 64 else 128
     token_blocks = triton.cdiv(capacity, block)
     _lay_out_kernel[(token_blocks + limit,)](
         slot, start, count, rows, tokens, table, ids, positions, query_start, lengths, write_slots, page_table, total,
