@@ -42,7 +42,7 @@ from tradewind.weights.checkpoint import Checkpoint, open_checkpoint
 from tradewind.weights.fetch import Progress
 from tradewind.weights.lookup import find_model
 
-FIRST_ROWS, FIRST_TOKENS = (1, 8), (128,)
+FIRST_ROWS, FIRST_TOKENS = (1,), (128,)
 """Steps that are captured at start: decode steps of so many rows, prompt steps of so many tokens. All others when they are first met."""
 
 SHOWN_BYTES = 400_000_000

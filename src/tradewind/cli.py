@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from tradewind import __version__
+from tradewind import __version__, cli_explain, cli_replay, cli_simulate
 from tradewind.contract.errors import EngineDeadError, UserError
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ class _Parser(argparse.ArgumentParser):
                 close = close or f'; to ask something: tradewind generate "{value}"'
                 raise argparse.ArgumentError(None, f"there is no command {value!r}, only {', '.join(choices)}{close}")
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{close}")
+
+
+MODULES = (cli_explain, cli_replay, cli_simulate)
+"""Commands with a file of their own."""
 
 
 def _close_match(word: str, known: Iterable[str]) -> str:
@@ -197,6 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--out", metavar="FILE", help="write the report as JSON; a plot goes beside it as PNG")
     _add_model(bench)
+    for module in MODULES:
+        module.add_parser(commands)
     return parser
 
 
@@ -323,6 +329,10 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log-requests", action="store_true", help="a line for each finished request")
     group.add_argument("--otlp-endpoint", metavar="URL", help="send OpenTelemetry spans there")
+    group.add_argument(
+        "--record", metavar="DIR", help="write a journal of the traffic there: lengths and structure, no text"
+    )
+    group.add_argument("--record-raw", action="store_true", help="with --record: the tokens too")
     group.add_argument(
         "--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md"
     )
@@ -657,6 +667,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         log_json=arguments.log_json,
         log_requests=arguments.log_requests,
         otlp_endpoint=arguments.otlp_endpoint,
+        record=None if arguments.record is None else Path(arguments.record),
+        record_raw=arguments.record_raw,
     )
     return serve(options, began_s=began_s)
 

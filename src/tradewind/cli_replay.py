@@ -6,7 +6,6 @@ Knows: its words on the command line, and where the report is written. Refuses t
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +45,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replays, prints a short report and writes the long ones; the exit code. Raises UserError."""
+    import asyncio
+
     from tradewind.observability.attainment import parse_targets
     from tradewind.observability.journal import read_journal
 

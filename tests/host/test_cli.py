@@ -48,7 +48,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [
         (
             ["genrate", "x"],
-            "bench; did you mean generate?",
+            "; did you mean generate?",
         ),
         (["Why is the sky blue?"], 'to ask something: tradewind generate "Why is the sky blue?"'),
         (["generate", "x", "--temprature", "1"], "there is no option --temprature; did you mean --temperature?"),

@@ -54,7 +54,7 @@ def test_defaults_on_a_gpu() -> None:
     assert (n.graphs, n.tape, n.deterministic, n.threads) == (True, False, False, 1)
     assert (plan.cache.page_tokens, plan.cache.prefix_cache, plan.load_format) == (64, True, "auto")
     schedule = plan.schedule
-    assert (schedule.max_tokens_per_step, schedule.max_running, schedule.max_context) == (8192, 256, 131072)
+    assert (schedule.max_tokens_per_step, schedule.max_running, schedule.max_context) == (8192, 512, 131072)
     assert schedule.steps_in_flight == 2
     assert set(Means.__struct_fields__) <= {item.choice for item in plan.reasons}
     assert all(item.why and item.value for item in plan.reasons)
@@ -220,7 +220,7 @@ def test_pages_take_what_the_limit_leaves() -> None:
     limit = int(139 * GiB * 0.9)
     assert limit - plan.cache.groups[0].bytes_per_page < total(plan) <= limit
     small = planned(SMOLLM2)
-    assert small.cache.pages[0] - 2 == 256 * 8192 // 64, (
+    assert small.cache.pages[0] - 2 == 512 * 8192 // 64, (
         "every slot at full context: more could not be used by running requests"
     )
     for item in plan.ledger:
@@ -229,7 +229,7 @@ def test_pages_take_what_the_limit_leaves() -> None:
 
 def test_the_ledger_is_the_sum_of_the_buffers() -> None:
     """The same shapes, added up another way: buffer by buffer as the runner and the op set allocate them."""
-    card, tokens, rows, context = LLAMA_8B, 8192, 256, 131072
+    card, tokens, rows, context = LLAMA_8B, 8192, 512, 131072
     plan = planned()
     e, f, v, h, g, d = card.hidden, card.intermediate, card.vocab_size, card.heads, card.kv_heads, card.head_dim
     layer = 2 * ((h + 2 * g) * d * e + h * d * e + 3 * e * f) + 4 * 2 * e

@@ -84,7 +84,7 @@ GPU_HABITS: dict[str, Habits] = {
     ),
     "throughput": Habits(
         max_tokens_per_step=8192,
-        max_running=512,
+        max_running=1024,
         tokens_each=1024,
         kv_share=1.0,
         why_step="large matmuls; beyond 8192 tokens they get no faster, only the activations larger",
