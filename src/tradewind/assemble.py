@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tradewind.config import env
 from tradewind.config.card import ModelCard
 from tradewind.config.card_reader import card_from_gguf, card_from_hf
@@ -128,13 +130,20 @@ def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
 
 
 def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
-    """The op set that the plan names, and what the user should know of it: that torch computes because the C++ library is not there."""
+    """The op set that the plan names, and what the user should know: that torch computes because the C++ library is not there, or that the
+    weights are random."""
+    ops, notice = _ops_of(plan)
+    dummy = "The weights are random (load format dummy): answers mean nothing." if plan.load_format == "dummy" else None
+    return ops, tuple(text for text in (notice, dummy) if text is not None)
+
+
+def _ops_of(plan: Plan) -> tuple[Ops, str | None]:
     numerics = plan.numerics
     if numerics.backend == "cuda":
         from tradewind.kernels.triton.ops import CudaOps
         from tradewind.quantization.blocks import dequantise
 
-        return CudaOps(device="cuda", deterministic=numerics.deterministic, read_blocks=dequantise), ()
+        return CudaOps(device="cuda", deterministic=numerics.deterministic, read_blocks=dequantise), None
     terms = 2 if numerics.compute == "int16" else 1
     from tradewind.kernels.cpu import library
 
@@ -143,14 +152,14 @@ def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
 
         found = library.load()
         assert found is not None, "the plan names a backend that is missing"
-        return CpuOps(found, threads=numerics.threads, activation_terms=terms), ()
+        return CpuOps(found, threads=numerics.threads, activation_terms=terms), None
     from tradewind.kernels.plain import PlainOps
     from tradewind.quantization.blocks import dequantise
 
     why = library.why_not()
     pinned = any(reason.choice == "backend" and reason.pinned for reason in plan.reasons)
     notice = f"{why[0].upper()}{why[1:]}; until then torch computes, many times slower." if why and not pinned else None
-    return PlainOps(read_blocks=dequantise, activation_terms=terms), (notice,) if notice else ()
+    return PlainOps(read_blocks=dequantise, activation_terms=terms), notice
 
 
 def make_executor(
@@ -172,17 +181,19 @@ def make_executor(
     with phases("weights"):
         backend = choose_backend(plan.cache.groups, plan.hardware, ops=ops)
         family = family_of(plan.card)
+        # Some ropes are stretched only for contexts longer than the model was first trained on: no sequence here is longer than the plan's.
+        card = msgspec.structs.replace(plan.card, max_positions=min(plan.card.max_positions, plan.schedule.max_context))
         shown = progress if planned.checkpoint.nbytes >= SHOWN_BYTES else None
         if shown is not None:
             shown.start(f"loading {plan.model}", planned.checkpoint.nbytes)
         try:
             if plan.load_format == "dummy":
-                model = load_dummy(family=family, card=plan.card, ops=ops, numerics=plan.numerics, attention=backend)
+                model = load_dummy(family=family, card=card, ops=ops, numerics=plan.numerics, attention=backend)
             else:
                 model = load_model(
                     planned.checkpoint,
                     family=family,
-                    card=plan.card,
+                    card=card,
                     ops=ops,
                     numerics=plan.numerics,
                     attention=backend,
@@ -287,8 +298,6 @@ def build_planned(
         undo.callback(reading.join)
         ops, notices = make_ops(plan)
         undo.callback(getattr(ops, "close", _nothing))
-        if plan.load_format == "dummy":
-            notices = (*notices, "The weights are random (load format dummy): answers mean nothing.")
         grammars = GrammarCompiler(lambda: vocabulary_of(_tokenizer_of(made), plan), vocab_size=plan.card.vocab_size)
         executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
         undo.callback(executor.close)

@@ -201,6 +201,11 @@ def test_what_the_cuda_backend_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "lib" / "libtorch_cuda.so").write_text("")
     assert why_no_cuda(load=loading(Driver())) == "triton is not installed"
     installed["triton"] = Spec
+    compilers: dict[str, str] = {}
+    monkeypatch.setattr(gpu_probe, "which", compilers.get)
+    monkeypatch.delenv("CC", raising=False)
+    assert why_no_cuda(load=loading(Driver())) == "Triton needs a C compiler, and there is none of cc, gcc, clang"
+    compilers["gcc"] = "/usr/bin/gcc"
     assert why_no_cuda(load=loading(Driver())) is None
 
 

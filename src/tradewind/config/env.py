@@ -24,3 +24,8 @@ def cache_dir() -> Path:
 def compiler() -> str | None:
     """The C++ compiler named by $CXX, if any."""
     return os.environ.get("CXX") or None
+
+
+def c_compiler() -> str | None:
+    """The user's choice of a C compiler (CC); Triton takes it, or the first of cc, gcc and clang that is there."""
+    return os.environ.get("CC") or None

@@ -15,7 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
+
+from tradewind.config import env
 
 Load = Callable[[str], Any]
 """Opens a shared library by name; raises OSError when it is not there."""
@@ -101,6 +104,10 @@ def find_gpu(*, load: Load = ctypes.CDLL, ask_free: bool = True) -> Gpu | str:
         return f"the NVIDIA driver cannot be asked ({error})"
 
 
+C_COMPILERS = ("cc", "gcc", "clang")
+"""What Triton looks for to build the function that launches a kernel."""
+
+
 def why_no_cuda(*, load: Load = ctypes.CDLL) -> str | None:
     """Why the cuda backend cannot be used on this machine; None when it can. Imports nothing and never raises."""
     found = find_gpu(load=load, ask_free=False)
@@ -122,10 +129,14 @@ def why_no_library() -> str | None:
         return "torch is not installed"
     if not any((folder / "lib" / "libtorch_cuda.so").exists() for folder in folders):
         return "the installed torch was built without CUDA"
+    there = False
     with contextlib.suppress(ImportError, ValueError):
-        if find_spec("triton"):
-            return None
-    return "triton is not installed"
+        there = find_spec("triton") is not None
+    if not there:
+        return "triton is not installed"
+    if env.c_compiler() is None and not any(map(which, C_COMPILERS)):
+        return f"Triton needs a C compiler, and there is none of {', '.join(C_COMPILERS)}"
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------- driver
