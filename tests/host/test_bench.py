@@ -200,6 +200,17 @@ def test_limits_are_measured() -> None:
     assert found.matmul_int8_ops_per_s is None
 
 
+def test_a_gpus_limits_are_known_by_its_name() -> None:
+    plan = a_plan()
+    gpu = msgspec.structs.replace(
+        plan.hardware, kind="cuda", name="NVIDIA H200", memory_bytes_per_s=4.4e12, matmul_flops_per_s=6.9e14
+    )
+    found = ceilings.measure_limits(msgspec.structs.replace(plan, hardware=gpu))
+    assert (found.memory_read_bytes_per_s, found.matmul_bf16_flops_per_s) == (4.4e12, 6.9e14)
+    share = ceilings.decode_share(found, plan.card, tokens_per_s=1000.0)
+    assert share.of == "memory read" and share.value < 1
+
+
 def test_cache_size_is_read(tmp_path: Path) -> None:
     for name, size in (("index0", "48K"), ("index3", "32M"), ("index4", "nonsense")):
         (tmp_path / name).mkdir()

@@ -51,7 +51,20 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_limits(plan: Plan, *, budget_s: float = 0.5) -> Limits:
-    """Measures for about six times budget_s, on as many threads as the plan computes with; changes nothing."""
+    """Measures for about six times budget_s, on as many threads as the plan computes with; changes nothing.
+
+    A GPU's are those of the plan's hardware, known by its name or roughly by its clocks: measuring there would want its memory.
+    """
+    if plan.hardware.kind == "cuda":
+        gpu = plan.hardware
+        return Limits(
+            threads=plan.numerics.threads,
+            cache_bytes=0,
+            memory_read_bytes_per_s=gpu.memory_bytes_per_s,
+            cache_read_bytes_per_s=gpu.memory_bytes_per_s,
+            matmul_f32_flops_per_s=gpu.matmul_flops_per_s,
+            matmul_bf16_flops_per_s=gpu.matmul_flops_per_s,
+        )
     threads = plan.numerics.threads
     cache = cache_bytes()
     free = plan.hardware.memory_free_bytes
