@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.metadata
 import json
@@ -509,6 +510,8 @@ def child(
 def same_engine(arguments: argparse.Namespace) -> list[str]:
     """The options that name model and engine, for another process."""
     options = ["--model", arguments.model, "--backend", arguments.backend, "--quantization", arguments.quantization]
+    for text in arguments.way:
+        options += ["--way", text]
     options += ["--scenario", arguments.scenario, "--load-format", arguments.load_format, "--scale", arguments.scale]
     for name in arguments.off:
         options += ["--off", name]
@@ -591,6 +594,8 @@ def compared_memory(plan: Plan, *, before: int) -> dict[str, Any] | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs what the arguments ask for; returns the exit code."""
     arguments = parsed(argv)
+    if arguments.way:
+        go_ways(arguments.way)
     if arguments.start_only or arguments.ceilings_only:
         print(
             json.dumps(start_only(arguments) if arguments.start_only else ceilings_only(arguments), default=float),
@@ -644,6 +649,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--off", action="append", default=[], metavar="NAME", help=f"one of {', '.join(known_switches())}"
     )
+    parser.add_argument(
+        "--way", action="append", default=[], metavar="NAME=VALUE", help="attention that no plan asks for yet (AttentionWays); JSON values"
+    )  # fmt: skip
     parser.add_argument("--ablate", action="store_true", help="each switch against none, each in a process of its own")
     parser.add_argument("--switches", help="those that --ablate turns, comma-separated")
     parser.add_argument(
@@ -689,6 +697,16 @@ def goals_of(arguments: argparse.Namespace) -> Goals:
     )
 
 
+def go_ways(texts: Sequence[str]) -> None:
+    """Every GPU op set that this process makes from now on computes attention these ways."""
+    from tradewind.kernels.triton import ops
+    from tradewind.kernels.triton.tuning import AttentionWays
+
+    values = {name: parsed_value(value) for name, _, value in (text.partition("=") for text in texts)}
+    ways = AttentionWays(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    ops.CudaOps = functools.partial(ops.CudaOps, ways=ways)  # type: ignore[misc, assignment]
+
+
 def parsed_value(text: str) -> Any:
     """true, false and numbers as what they are, everything else as text."""
     with contextlib.suppress(ValueError):
@@ -721,6 +739,7 @@ def new_result(arguments: argparse.Namespace) -> dict[str, Any]:
         "scale": arguments.scale,
         "off": arguments.off,
         "means": arguments.means,
+        "ways": arguments.way,
         "card": platform.machine(),
         "versions": versions(),
         "workloads": {},

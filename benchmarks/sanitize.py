@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, skinny, step
+from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, shared, skinny, step
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig
 
@@ -107,6 +107,29 @@ def paged(make: Small, lengths: list[int], *, heads: int, groups: int, dim: int,
     return k, v, make.ints(lengths), table
 
 
+def together(make: Small, *, heads: int, groups: int, dim: int, kv: torch.dtype) -> None:
+    """Rows with two pages in common, one pass for them and the rest row by row."""
+    k, v, lengths, table = paged(make, [200, 129, 300], heads=heads, groups=groups, dim=dim, kv=kv)
+    table[:, :2] = table[0, :2]
+    starts, rows, found = make.ints([0, 1, 2, 3]), make.ints([3]), make.zeros(4)
+    shared.find_shared(table, lengths, starts, rows, page_tokens=64, least_rows=2, least_keys=1, found=found)
+    q, out = make.normal(3, heads * dim), make.normal(3, heads * dim)
+    tiles = (PrefillConfig(64, 64, 4, 2), PrefillConfig(128, 64, 8, 2, True, registers=128 if kv == BF16 else 0))
+    for tile, query_start in ((tiles[0], None), (tiles[1], starts)):
+        parts = make.zeros(shared.shared_parts_floats(3, heads=heads, head_dim=dim, splits=4), dtype=F32)
+        keys = decode.SharedKeys(found=found, parts=parts, splits=4, block_n=64)
+        common = {"page_table": table, "heads": heads, "scale": 0.1, "rows": rows, "query_start": query_start}
+        shared.shared_attention(q, k, v, keys=keys, config=tile, **common)
+        for config in (DecodeConfig(1, 128, 4, 2), DecodeConfig(2, 64, 4, 3)):
+            work = make.zeros(
+                decode.decode_workspace_floats(3, heads=heads, head_dim=dim, splits=config.splits), dtype=F32
+            )
+            decode.paged_decode(
+                q, k, v, lengths=lengths, out=out, shared=keys, config=config, workspace=work, arrived=make.zeros(3 * groups), **common
+            )  # fmt: skip
+            checked(out)
+
+
 def attention(make: Small) -> None:
     heads, groups, dim = 8, 2, 128
     for kv in (BF16, FP8):
@@ -125,6 +148,7 @@ def attention(make: Small) -> None:
                     qkv, k, v, angles=angles, q_weight=gain, k_weight=gain, eps=1e-6, early=early, config=config, arrived=arrived, **common
                 )  # fmt: skip
             checked(out)
+        together(make, heads=heads, groups=groups, dim=dim, kv=kv)
         starts, tokens = make.ints([0, 1, 41, 141]), 141
         q, many = make.normal(tokens, heads * dim), make.normal(tokens, heads * dim)
         configs = [
@@ -145,6 +169,10 @@ def attention(make: Small) -> None:
                 config=config,
             )
             checked(many)
+        prefill.paged_prefill(
+            q, k, v, query_start=starts, lengths=lengths, page_table=table, heads=heads, scale=0.1, out=many, begun=False, config=config
+        )  # fmt: skip
+        checked(many)
     qkv, slots = make.normal(3, (heads + 2 * groups) * dim), make.ints([64, 130, 255])
     k, v = (make.zeros(4, groups, 64, dim, dtype=BF16) for _ in range(2))
     q = make.normal(3, heads * dim)

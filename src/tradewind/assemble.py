@@ -61,6 +61,14 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterRoom:
+    """Room for low-rank adapters beside the model: how many at once, and the largest rank of one."""
+
+    slots: int = 8
+    rank: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     """A working engine. Whoever made it calls `client.close()` in the end."""
 
@@ -169,12 +177,16 @@ def make_executor(
     phases: Phases,
     progress: Progress | None = None,
     grammars: GrammarCompiler | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> Executor:
-    """Weights, pages and the runner: the whole device wing behind its protocol."""
+    """Weights, pages and the runner: the whole device wing behind its protocol. Raises UserError where adapters are asked for in vain."""
     plan = planned.plan
+    if adapters is not None and not hasattr(ops, "add_low_rank"):
+        raise UserError(f"the backend {plan.numerics.backend} serves no adapters yet; use --backend cpu, or none")
     with phases("imports"):
         from tradewind.attention.backend import choose_backend
         from tradewind.device.kv import KVStorage
+        from tradewind.layers.adapters import Adapters
         from tradewind.models.registry import family_of
         from tradewind.weights.dummy import load_dummy
         from tradewind.weights.load import load_model
@@ -186,9 +198,12 @@ def make_executor(
         shown = progress if planned.checkpoint.nbytes >= SHOWN_BYTES else None
         if shown is not None:
             shown.start(f"loading {plan.model}", planned.checkpoint.nbytes)
+        banks = None if adapters is None else Adapters(ops, slots=adapters.slots, rank=adapters.rank)
         try:
             if plan.load_format == "dummy":
-                model = load_dummy(family=family, card=card, ops=ops, numerics=plan.numerics, attention=backend)
+                model = load_dummy(
+                    family=family, card=card, ops=ops, numerics=plan.numerics, attention=backend, adapters=banks
+                )
             else:
                 model = load_model(
                     planned.checkpoint,
@@ -197,6 +212,7 @@ def make_executor(
                     ops=ops,
                     numerics=plan.numerics,
                     attention=backend,
+                    adapters=banks,
                     progress=None if shown is None else lambda done, total: shown.advance_to(done),
                 )
         finally:
@@ -213,9 +229,19 @@ def make_executor(
         kv = KVStorage(ops, plan.cache.groups, plan.cache.pages).layers
     if plan.numerics.backend == "cuda":
         return _on_gpu(plan, model, ops, kv, phases=phases, grammars=grammars, close=close)
+    from tradewind.config.adapter_files import by_key
+    from tradewind.runner.adapters import AdapterSlots
     from tradewind.runner.executor import LocalExecutor
     from tradewind.runner.runner import StepRunner
+    from tradewind.weights.adapters import read_adapter
 
+    adapter_slots = None
+    if banks is not None:
+        adapter_slots = AdapterSlots(
+            banks,
+            read=lambda key: read_adapter(by_key(key), family=family, card=card),
+            slots=plan.schedule.max_running,
+        )
     runner = StepRunner(
         model=model,
         ops=ops,
@@ -228,6 +254,7 @@ def make_executor(
         hidden=plan.card.hidden,
         tape=plan.numerics.tape and hasattr(ops, "record"),
         grammars=grammars,
+        adapters=adapter_slots,
     )
     return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=close)
 
@@ -273,18 +300,28 @@ def _on_gpu(
 
 
 def build_engine(
-    goals: Goals, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), phases: Phases | None = None
+    goals: Goals,
+    *,
+    progress: Progress | None = None,
+    sinks: Sequence[Sink] = (),
+    phases: Phases | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> Engine:
     """Everything from goals, ready to take requests. `phases` takes the times; its last phase ends where the imports began."""
     phases = phases or Phases()
     with phases("imports"):
         pass
     planned = make_plan(goals, progress=progress, phases=phases)
-    return build_planned(planned, progress=progress, sinks=sinks, phases=phases)
+    return build_planned(planned, progress=progress, sinks=sinks, phases=phases, adapters=adapters)
 
 
 def build_planned(
-    planned: Planned, *, progress: Progress | None = None, sinks: Sequence[Sink] = (), phases: Phases | None = None
+    planned: Planned,
+    *,
+    progress: Progress | None = None,
+    sinks: Sequence[Sink] = (),
+    phases: Phases | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> Engine:
     """Everything from a plan. Starts no thread of the engine; the client does when it is asked to. A failure leaves no thread behind."""
     phases = phases or Phases()
@@ -299,7 +336,7 @@ def build_planned(
         ops, notices = make_ops(plan)
         undo.callback(getattr(ops, "close", _nothing))
         grammars = GrammarCompiler(lambda: vocabulary_of(_tokenizer_of(made), plan), vocab_size=plan.card.vocab_size)
-        executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
+        executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars, adapters=adapters)
         undo.callback(executor.close)
         with phases("tokenizer"):
             reading.join()

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from tradewind import __version__, cli_explain, cli_replay, cli_simulate
+from tradewind import __version__, cli_baseline, cli_bench_serve, cli_explain, cli_replay, cli_simulate
 from tradewind.contract.errors import EngineDeadError, UserError
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{close}")
 
 
-MODULES = (cli_explain, cli_replay, cli_simulate)
+MODULES = (cli_baseline, cli_explain, cli_replay, cli_simulate)
 """Commands with a file of their own."""
 
 
@@ -191,16 +191,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     techniques.add_argument("--json", action="store_true", help="the table as JSON")
 
-    bench = command("bench", _bench, "Measure.", arguments=" {offline}")
-    bench.add_argument("what", choices=["offline"], help="offline: the engine in this process, no server")
-    bench.add_argument(
+    bench = commands.add_parser("bench", help="Measure this engine, or any server.", description="Measure.")
+    bench.set_defaults(parser=bench)
+    measures = bench.add_subparsers(dest="what", required=True, metavar="WHAT", title="what to measure")
+    text = "The engine in this process, no server."
+    offline = measures.add_parser("offline", help=text, description=text)
+    offline.set_defaults(run=_bench, parser=offline)
+    offline.add_argument(
         "--workloads", metavar="NAMES", default="L1,L2,L3,L4,chat", help="comma-separated (default %(default)s)"
     )
-    bench.add_argument(
+    offline.add_argument(
         "--repeats", type=_whole, default=3, metavar="N", help="counted runs of each workload (default 3)"
     )
-    bench.add_argument("--out", metavar="FILE", help="write the report as JSON; a plot goes beside it as PNG")
-    _add_model(bench)
+    offline.add_argument("--out", metavar="FILE", help="write the report as JSON; a plot goes beside it as PNG")
+    _add_model(offline)
+    cli_bench_serve.add_parser(measures)
     for module in MODULES:
         module.add_parser(commands)
     return parser

@@ -24,22 +24,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = subparsers.add_parser(
         "simulate", help=TEXT, description=TEXT, usage="%(prog)s [options] TRACE"
     )
-    made.add_argument(
-        "trace",
-        metavar="TRACE",
-        help="ours (JSON lines), Mooncake's, Azure's, BurstGPT's, or a recorded journal's folder",
-    )
-    made.add_argument(
-        "--plan", metavar="FILE", help="a plan as JSON (tradewind plan --json); without it one is made for --model"
-    )
-    made.add_argument("--model", metavar="NAME", help="plan for this model on this machine")
-    made.add_argument(
-        "--times", metavar="FILE", help="step times: a fitted model, or a step log to fit; default: a roofline"
-    )
+    add_plan_and_times(made)
     made.add_argument("--save-times", metavar="FILE", help="write the step-time model that was used")
-    made.add_argument(
-        "--format", choices=["azure", "burstgpt", "mooncake", "tradewind"], help="of the trace; default: as it looks"
-    )
     made.add_argument("--requests", type=int, metavar="N", help="only the first N requests of the trace")
     made.add_argument("--rate", type=float, default=1.0, metavar="X", help="requests arrive X times as fast")
     made.add_argument("--replicas", type=int, default=1, metavar="N", help="engines behind one router (default 1)")
@@ -72,6 +58,25 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     return made
 
 
+def add_plan_and_times(made: argparse.ArgumentParser) -> None:
+    """Arguments of every command that simulates a trace: it, its format, the plan and the step times."""
+    made.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="ours (JSON lines), Mooncake's, Azure's, BurstGPT's, or a recorded journal's folder",
+    )
+    made.add_argument(
+        "--plan", metavar="FILE", help="a plan as JSON (tradewind plan --json); without it one is made for --model"
+    )
+    made.add_argument("--model", metavar="NAME", help="plan for this model on this machine")
+    made.add_argument(
+        "--times", metavar="FILE", help="step times: a fitted model, or a step log to fit; default: a roofline"
+    )
+    made.add_argument(
+        "--format", choices=["azure", "burstgpt", "mooncake", "tradewind"], help="of the trace; default: as it looks"
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Simulates and prints the report; 0 when at least one request finished."""
     from tradewind.simulate.report import draw, report_text, summarise
@@ -87,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--drafts is {arguments.drafts} and --acceptance {arguments.acceptance:g}; give 0 or more, and a probability"
         )
     trace = read_trace(Path(arguments.trace), kind=arguments.format, limit=arguments.requests)
-    plan = _plan(arguments)
-    times = _times(arguments, plan)
+    plan = plan_of(arguments)
+    times = times_of(arguments, plan)
     if arguments.save_times:
         times.save(Path(arguments.save_times))
     options = SimulateOptions(
@@ -123,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.finished else 1
 
 
-def _plan(arguments: argparse.Namespace) -> Plan:
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan of --plan, or one made for --model on this machine."""
     import msgspec
 
     from tradewind.config.plan import Plan
@@ -143,7 +149,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise UserError(f"{arguments.plan} is no plan as 'tradewind plan --json' prints it: {error}") from None
 
 
-def _times(arguments: argparse.Namespace, plan: Plan) -> StepTime:
+def times_of(arguments: argparse.Namespace, plan: Plan) -> StepTime:
+    """The step times of --times, fitted where it is a step log; without it the plan's roofline."""
     from tradewind.simulate.steplog import host_time_of, read_step_log
     from tradewind.simulate.steptime import StepTime, fit, roofline
 

@@ -141,7 +141,7 @@ class EngineProcess:
             if built is not None:
                 built.loop.post(order)
         elif isinstance(order, Describe):
-            self._link.send(Described(describe(built.loop) if built is not None else "the engine is being built"))
+            self._link.send(described(built.loop) if built is not None else Described("the engine is being built"))
         elif isinstance(order, Drain):
             self._drain = True
         elif isinstance(order, Stop):
@@ -158,6 +158,12 @@ class EngineProcess:
         if self._built is not None:
             time.sleep(GRACE_S)
         os._exit(0)
+
+
+def described(loop: EngineLoop) -> Described:
+    """The loop's state at this moment; from any thread."""
+    doing, since_s = loop.doing
+    return Described(describe(loop), doing=(doing, time.monotonic() - since_s), waits_on=loop.waits_on)
 
 
 def build_model(start: Start, link: Link[Order]) -> Built:
@@ -195,6 +201,7 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
     """An engine whose device says what a script file says."""
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
+        from tradewind.engine.degrade import Degrader
         from tradewind.engine.scheduler import Scheduler
         from tradewind.simulate.forced import AnyGrammar, ForcedExecutor
         from tradewind.simulate.script_file import Answers, plans_of, read_script
@@ -223,7 +230,12 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
         )
         drafts = script.drafts.per_row if script.drafts is not None else 0
         scheduler = Scheduler(
-            schedule=schedule, cache=cache, clock=time.monotonic, drafts_per_row=drafts, grammars=AnyGrammar()
+            schedule=schedule,
+            cache=cache,
+            clock=time.monotonic,
+            drafts_per_row=drafts,
+            grammars=AnyGrammar(),
+            degrade=None if script.degrade is None else Degrader(schedule, script.degrade),
         )
         loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
     ready = Ready(schedule=schedule, cache=cache, drafts_per_row=drafts, phases=_spans(phases))

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import msgspec
 
-from tradewind.assemble import Engine, build_engine
+from tradewind.assemble import AdapterRoom, Engine, build_engine
 from tradewind.config.goals import Goals, Means
 from tradewind.config.plan import Plan
 from tradewind.config.sizes import parse_bytes
@@ -32,6 +32,7 @@ from tradewind.contract.request import Pooling, Request, SamplingParams
 from tradewind.contract.step import Floats, TokenLogprobs
 from tradewind.engine.client import Handle
 from tradewind.phases import Phases
+from tradewind.serving.adapters import AdapterBook
 from tradewind.serving.answer import Answer, Completion, Delta
 from tradewind.serving.embedding import vector_of
 from tradewind.serving.intake import Intake, Limits
@@ -77,12 +78,16 @@ class LLM:
         goals: Goals | None = None,
         progress: bool = False,
         phases: Phases | None = None,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        max_adapters: int | None = None,
+        max_adapter_rank: int = 16,
         **means: Any,
     ) -> None:
         """Builds the engine: `model` is a folder, a .gguf file, a packaged name or a Hub id; `means` pins choices (config.goals.Means).
 
         `goals` replaces all of these. `progress` tells about downloads and long loads on standard error. `phases` goes on
-        counting the start-up times of its owner. Raises UserError with advice.
+        counting the start-up times of its owner. `adapters`: name -> folder of low-rank adapters (LoRA) to begin with; more may come with
+        `load_adapter` where `max_adapters` (those in use at once, 8 where any are given) is not 0. Raises UserError with advice.
         """
         if goals is None:
             goals = _goals(model, scenario=scenario, memory_limit=memory_limit, max_context=max_context, means=means)
@@ -91,7 +96,12 @@ class LLM:
             from tradewind.weights.fetch import RichProgress
 
             shown = RichProgress()
-        self._engine = build_engine(goals, progress=shown, phases=phases)
+        slots = (8 if adapters else 0) if max_adapters is None else max_adapters
+        room = AdapterRoom(slots=slots, rank=max_adapter_rank) if slots else None
+        self._adapters = AdapterBook(largest_rank=max_adapter_rank) if slots else None
+        for name, folder in (adapters or {}).items():
+            self.load_adapter(name, folder)
+        self._engine = build_engine(goals, progress=shown, phases=phases, adapters=room)
         plan = self._engine.plan
         self._intake = Intake(Limits.of(plan, eos_ids=self._engine.tokenizer.eos_ids))
         self._finished: list[Answer] = []
@@ -154,6 +164,35 @@ class LLM:
         room = self._intake.limits.max_context - max((len(self.tokenize(prompt)) for prompt in prompts), default=0)
         return msgspec.structs.replace(sampling, max_tokens=max(1, min(tokens, room), sampling.min_tokens))
 
+    # -- adapters
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of all adapters that may be asked for."""
+        return self._adapters.names if self._adapters is not None else ()
+
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """Gives the low-rank adapter in a folder (as PEFT writes it) a name to ask for it by; a known name gets the new files. Its weights
+        are read when the first request for it runs. Raises UserError."""
+        if self._adapters is None:
+            raise UserError("this engine has no room for adapters: make it with max_adapters")
+        self._adapters.load(name, Path(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets a name; what runs goes on. Raises RequestError for one that is not there."""
+        self._adapter_key(name)
+        assert self._adapters is not None
+        self._adapters.unload(name)
+
+    def _adapter_key(self, name: str | None) -> str:
+        if name is None:
+            return ""
+        if self._adapters is None:
+            raise RequestError(
+                f"adapter {name!r} is asked for, and this engine has no room for adapters: make it with max_adapters"
+            )
+        return self._adapters.key(name)
+
     # -- work
 
     def generate(
@@ -161,14 +200,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """Answers every prompt and returns one Output each, in order. Nothing is queued unless every prompt is acceptable.
 
-        `sampling`: one for all or one each; None is greedy. Interrupting it (Ctrl-C) ends what is open. `progress` shows a bar on a
-        terminal when the call takes over a second. A Completion with `error` set is one that the engine could not finish.
+        `sampling`: one for all or one each; None is greedy. `adapter`: the name of one that all are answered with. Interrupting it (Ctrl-C)
+        ends what is open. `progress` shows a bar on a terminal when the call takes over a second. A Completion with `error` set is one that
+        the engine could not finish.
         """
-        answers = self.prepare(_as_batch(prompts), sampling)
+        answers = self.prepare(_as_batch(prompts), sampling, adapter=adapter)
         wanted = sum(answer.request.max_tokens for answer in answers)
         with _bar(f"{len(answers)} answers", wanted if progress else 0) as advance:
             for delta in self._run(answers):
@@ -180,12 +221,13 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         progress: bool = False,
     ) -> list[Output]:
         """`generate` for one conversation (a list of messages) or several (a list of such lists)."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise RequestError("chat needs a list of messages, each with a role and content")
-        return self.generate(messages, sampling, progress=progress)
+        return self.generate(messages, sampling, adapter=adapter, progress=progress)
 
     def embed(
         self,
@@ -240,12 +282,14 @@ class LLM:
                 raise RequestError(f"text {index + 1} of {len(texts)}: {error}") from None
         return requests
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Generator[Delta, None, None]:
         """Answers one prompt piece by piece; what is wrong with it is raised here, before the first piece is asked for.
 
         Leaving the loop early ends the request. Closing the LLM in the loop ends it with finish "abort".
         """
-        return self._run(self.prepare([prompt], sampling))
+        return self._run(self.prepare([prompt], sampling, adapter=adapter))
 
     def forget(self) -> None:
         """Drops everything the prefix cache keeps for later and no running request uses."""
@@ -296,17 +340,22 @@ class LLM:
     # -- inside
 
     def prepare(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        adapter: str | None = None,
     ) -> list[Answer]:
         """One Answer per prompt and sample, nothing queued yet. Raises RequestError or UserError naming what is wrong."""
         if self._closed:
             raise EngineDeadError("this LLM was closed; make a new one")
         self._intake.check_generates()
+        key = self._adapter_key(adapter)
         each = _sampling_each(sampling, len(prompts))
         answers: list[Answer] = []
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests = self._intake.requests(self.tokenize(prompt), params, now_s=time.monotonic())
+                requests = self._intake.requests(self.tokenize(prompt), params, now_s=time.monotonic(), adapter=key)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -414,23 +463,37 @@ class AsyncLLM:
         """What the user should know, one sentence each."""
         return self._llm.notices
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncGenerator[Delta, None]:
+    def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
+        """As `LLM.load_adapter`."""
+        self._llm.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """As `LLM.unload_adapter`."""
+        self._llm.unload_adapter(name)
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> AsyncGenerator[Delta, None]:
         """Answers one prompt (n samples) piece by piece; what is wrong with it is raised here, before the first piece is asked for.
 
         Cancelling the task ends the request, and so does leaving the loop early (at once with `contextlib.aclosing`).
         """
-        return self._run(self._llm.prepare([prompt], sampling))
+        return self._run(self._llm.prepare([prompt], sampling, adapter=adapter))
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Output:
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Output:
         """Answers one prompt and returns it whole: the sum of its stream. Many at once: `asyncio.gather`."""
-        answers = self._llm.prepare([prompt], sampling)
+        answers = self._llm.prepare([prompt], sampling, adapter=adapter)
         async for _ in self._run(answers):
             pass
         return outputs_of(answers)[0]
 
-    async def chat(self, messages: Sequence[Message], sampling: SamplingParams | None = None) -> Output:
+    async def chat(
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Output:
         """`generate` for one conversation."""
-        return await self.generate(messages, sampling)
+        return await self.generate(messages, sampling, adapter=adapter)
 
     async def embed(
         self, text: Text, *, pooling: Pooling | None = None, normalise: bool = True, dimensions: int | None = None

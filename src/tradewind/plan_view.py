@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tradewind.config.conflicts import option
 from tradewind.config.hardware import Hardware
 from tradewind.config.plan import Plan
 from tradewind.config.sizes import show_bytes
@@ -97,15 +98,29 @@ def reasons_table(plan: Plan) -> Table:
 
 
 def techniques_text(techniques: Mapping[str, Technique]) -> RenderableType:
-    """The registry: a paragraph for each technique, readable at any width."""
+    """The registry: one table of goals helped (+) and hurt (-), then a paragraph for each technique, readable at any width."""
+    overview = Table(title="Techniques", title_justify="left")
+    overview.add_column("technique", no_wrap=True)
+    overview.add_column("layer")
+    for head in GOAL_HEADS.values():
+        overview.add_column(head, justify="center")
+    overview.add_column("measured", justify="center")
     blocks: list[RenderableType] = []
     for name, row in techniques.items():
+        signs = [
+            "+" * (goal in row.goals_helped)
+            + "-" * (goal in row.goals_hurt)  # both: one request's gain is another's wait
+            for goal in GOAL_HEADS
+        ]
+        overview.add_row(name, row.layer, *signs, "yes" if row.effect else "")
         block = Table.grid(padding=(0, 2))
         block.add_column(no_wrap=True, style="dim", min_width=10)
         block.add_column(overflow="fold")
         block.add_row(Text(name, style="bold not dim"), Text(row.layer))
         facts = (
             ("switch", row.switch),
+            ("on", _pins(row.on)),
+            ("off", _pins(row.off)),
             ("helps", row.helps),
             ("hurts", row.hurts),
             ("needs", ", ".join(row.prerequisites)),
@@ -118,4 +133,12 @@ def techniques_text(techniques: Mapping[str, Technique]) -> RenderableType:
             if fact:
                 block.add_row(f"  {label}", Text(fact))
         blocks += [block, Text()]
-    return Group(*blocks)
+    return Group(overview, Text(), *blocks)
+
+
+GOAL_HEADS = {"ttft": "TTFT", "tpot": "TPOT", "throughput": "through-\nput", "memory": "memory"}
+
+
+def _pins(pins: Mapping[str, str | int | bool]) -> str:
+    """Pins as options of the command line."""
+    return " ".join(option(name, str(value)) for name, value in pins.items())

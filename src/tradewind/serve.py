@@ -349,6 +349,7 @@ class FrontParts:
             on_record=None if journal is None else journal.take,
             receipts=hub.receipts.json,
             slowest=hub.receipts.slowest_json,
+            diagnosis=lambda: None if client.diagnosis is None else str(client.diagnosis),
             created_s=int(time.time()),
         )
 

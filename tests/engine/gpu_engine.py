@@ -29,6 +29,7 @@ from tradewind.engine.client import LocalClient  # noqa: E402
 from tradewind.engine.loop import EngineLoop  # noqa: E402
 from tradewind.engine.scheduler import Scheduler  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
+from tradewind.kernels.triton.tuning import AttentionWays, Tuning  # noqa: E402
 from tradewind.phases import Phases  # noqa: E402
 from tradewind.quantization.blocks import dequantise  # noqa: E402
 from tradewind.sampling.grammar_compile import GrammarCompiler  # noqa: E402
@@ -58,9 +59,11 @@ def gpu_engine_of(
     pages: int | None = 200,
     schedule: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
+    ways: AttentionWays | None = None,
+    tuning: Tuning | None = None,
     **means: Any,
 ) -> Iterator[Engine]:
-    """An engine on the checkpoint with small steps; `pages` and `schedule` overrule the plan."""
+    """An engine on the checkpoint with small steps; `pages` and `schedule` overrule the plan, `ways` and `tuning` are the op set's."""
     small = {"max_running": 6, "max_tokens_per_step": 48, "page_tokens": 16}
     goals = Goals(model=str(folder), means=Means(backend="cuda", **{**small, **means}))
     checkpoint = open_checkpoint(folder)
@@ -71,7 +74,9 @@ def gpu_engine_of(
     plan = msgspec.structs.replace(
         plan, cache=cache, schedule=msgspec.structs.replace(plan.schedule, **(schedule or {}))
     )
-    ops = CudaOps(device=DEVICE, deterministic=plan.numerics.deterministic, read_blocks=dequantise)
+    ops = CudaOps(
+        device=DEVICE, deterministic=plan.numerics.deterministic, read_blocks=dequantise, ways=ways, tuning=tuning
+    )
     tokenizer = read_tokenizer(checkpoint)
     grammars = GrammarCompiler(lambda: vocabulary_of(tokenizer, plan), vocab_size=plan.card.vocab_size)
     planned = Planned(path=folder, checkpoint=checkpoint, plan=plan)

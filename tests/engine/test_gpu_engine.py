@@ -13,6 +13,7 @@ from tiny_engine import VOCAB, Listener, answers, nothing_is_held_by, prompts, r
 
 from tradewind.contract.events import Preempted, TokensOut
 from tradewind.contract.request import SamplingParams
+from tradewind.kernels.triton.tuning import AttentionWays, Tuning
 from tradewind.serving.structured import StructuredOutput
 
 NEW = 4
@@ -90,14 +91,20 @@ def test_the_fast_kernels_differ_from_the_fixed_ones_at_near_ties_only(llama: Pa
                 break
 
 
+def with_flash_attention(monkeypatch: pytest.MonkeyPatch, there: object | None) -> None:
+    """The package seems to be there (or not), and serves the small heads of these tests."""
+    monkeypatch.setattr("tradewind.attention.fresh.find_spec", lambda name: there)
+    monkeypatch.setattr("tradewind.attention.fresh.HEAD_DIMS", (16,))
+
+
 def test_fresh_prompts_by_another_kernel_give_the_same_logits(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention 3 (in torch, where there is no GPU) beside decoding rows, whose answers it must leave alone."""
     asked = prompts(3, **SHORT)
     found = []
     for there in (None, object()):
         if there is not None and not INTERPRETED:
-            pytest.importorskip("fa3_fwd._C")
-        monkeypatch.setattr("tradewind.attention.fresh.find_spec", lambda name, there=there: there)
+            pytest.skip("FlashAttention 3 has no heads of 16")
+        with_flash_attention(monkeypatch, there)
         with gpu_engine_of(llama, prefix_cache=False) as engine:
             first = engine.client.submit(requests(engine, [asked[0]], LOGPROBS)[0])
             while not first.tokens:
@@ -105,9 +112,88 @@ def test_fresh_prompts_by_another_kernel_give_the_same_logits(llama: Path, monke
             others = [engine.client.submit(request) for request in requests(engine, asked[1:], LOGPROBS, prefix="o")]
             found.append([list(handle) for handle in (first, *others)])
             assert engine.client.loop.scheduler.idle
+            kinds = {bucket.fresh for bucket in buckets_of(engine) if not bucket.singles}
+            assert kinds == ({"none"} if there is None else {"all"})
     for one, two in zip(*found, strict=True):
         a, b = (next(entry for event in events for entry in event.logprobs or ()) for events in (one, two))
         assert abs(a.top_logprobs[0] - b.top_logprobs[0]) < 0.1
+
+
+def buckets_of(engine: Any) -> set[Any]:
+    """Of the steps that the engine has run with a body."""
+    graphs = engine.client.loop._executor._runner._graphs
+    return {key[1] for key in graphs if key[0] in ("body", "whole")}
+
+
+def close_to(found: list[list[TokensOut]], wanted: list[list[TokensOut]]) -> None:
+    """Logprobs of tokens before the first that differs: bf16 sums in another order."""
+    for one, two in zip(found, wanted, strict=True):
+        compared = 0
+        for a, b in zip(logprobs_of(one), logprobs_of(two), strict=True):
+            assert abs(a.top_logprobs[0] - b.top_logprobs[0]) < 0.15
+            compared += 1
+            if a.token != b.token:
+                break
+        assert compared
+
+
+def test_a_shared_prefix_is_read_once_and_the_logits_stay(tmp_path: Path) -> None:
+    """Decoding rows that share 48 keys, alone and beside a prompt that begins; layers with a window read theirs as ever."""
+    folder = write_checkpoint("windowed", tmp_path)
+    prefix, own = prompts(1, seed=5, low=50, high=51)[0], prompts(3, seed=6, low=3, high=5)
+    found = []
+    tuning = Tuning(multiprocessors=132, fuse_rope_rows=0, shared_rows=2)
+    for ways in (None, AttentionWays(shared_prefix=32)):
+        with gpu_engine_of(folder, ways=ways, tuning=tuning, max_tokens_per_step=96) as engine:
+            first = run_with_events(engine, requests(engine, [prefix], LOGPROBS))  # publishes three pages
+            asked = requests(engine, [prefix + tail for tail in own], LOGPROBS, prefix="s")
+            handles = [engine.client.submit(request) for request in asked[:2]]
+            while not all(handle.tokens for handle in handles):
+                assert engine.client.drive()
+            late = engine.client.submit(asked[2])  # its prompt joins rows that decode
+            found.append([first[0][1], *(list(handle) for handle in (*handles, late))])
+            sharing = {bucket.singles for bucket in buckets_of(engine) if bucket.shared}
+            assert sharing == (set() if ways is None else {True, False})
+            if ways is not None:
+                runner = engine.client.loop._executor._runner
+                counted = {
+                    group.kind: int(runner._found(rows)[0])
+                    for group, rows in zip(runner._groups, runner._batch.rows, strict=True)
+                }
+                assert counted == {"full": 48} | ({"window": 0} if len(counted) > 1 else {})
+                answers(engine, requests(engine, [prefix + tail for tail in own[:2]], GREEDY, prefix="w"))
+                assert any(key[0] == "whole" and key[1].shared for key in runner._graphs)
+            assert nothing_is_held_by(engine)
+    close_to(*found)
+
+
+def test_nobody_shares_and_no_step_asks(llama: Path) -> None:
+    tuning = Tuning(multiprocessors=132, fuse_rope_rows=0, shared_rows=2)
+    with gpu_engine_of(llama, ways=AttentionWays(shared_prefix=16), tuning=tuning) as engine:
+        answers(engine, requests(engine, prompts(3, low=17, high=20), GREEDY))
+        assert not any(bucket.shared for bucket in buckets_of(engine))
+
+
+def test_prompts_that_begin_beside_one_that_goes_on(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is cut by the budget: in the next step it goes on by the paged kernel, and the one behind it begins by the other."""
+    if not INTERPRETED:
+        pytest.skip("FlashAttention 3 has no heads of 16")
+    with_flash_attention(monkeypatch, object())
+    asked = [*prompts(2, seed=8, low=30, high=31), *prompts(2, seed=9, low=14, high=16)]
+    found = []
+    for ways in (None, AttentionWays(partly_fresh=2, mixed_rows=(2, 3))):
+        with gpu_engine_of(llama, prefix_cache=False, ways=ways) as engine:
+            found.append([events for _, events in run_with_events(engine, requests(engine, asked, LOGPROBS))])
+            kinds = {bucket.fresh for bucket in buckets_of(engine) if not bucket.singles}
+            assert ("some" in kinds) == (ways is not None) and "all" in kinds
+            if ways is not None:
+                assert {bucket.rows for bucket in buckets_of(engine) if not bucket.singles} & {2, 3}
+                runner = engine.client.loop._executor._runner
+                text = next(
+                    p.describe() for key, p in runner._programs.items() if getattr(key[1], "fresh", "") == "some"
+                )
+                assert "fa3 [48, 64] of rows that begin" in text and "of rows that go on" in text
+    close_to(*found)
 
 
 def logprobs_of(events: list[TokensOut]) -> list[Any]:

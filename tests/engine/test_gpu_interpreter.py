@@ -1,4 +1,4 @@
-"""Runs test_gpu_engine.py on a CPU, in a process of its own: Triton decides between interpreter and compiler when it is imported."""
+"""Runs test_gpu_*.py on a CPU, in processes of their own: Triton decides between interpreter and compiler when it is imported."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(900)
-def test_the_engine_through_the_interpreter():
+@pytest.mark.parametrize("file", ["test_gpu_engine.py", "test_gpu_moe.py"])
+def test_the_engine_through_the_interpreter(file):
     pytest.importorskip("triton")
     found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=600", str(HERE / "test_gpu_engine.py")],
+        [sys.executable, "-m", "pytest", "-q", "--timeout=600", str(HERE / file)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=HERE.parent.parent,
         capture_output=True,

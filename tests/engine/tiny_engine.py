@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tradewind.assemble import Engine, build_planned, make_plan
+from tradewind.assemble import AdapterRoom, Engine, build_planned, make_plan
 from tradewind.config.goals import Goals, Means
 from tradewind.contract.events import Event, Sink, TokensOut
 from tradewind.contract.request import Request, SamplingParams
@@ -112,6 +112,7 @@ def engine_of(
     backend: str = "cpu",
     schedule: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
+    adapters: AdapterRoom | None = None,
     **means: Any,
 ) -> Iterator[Engine]:
     """An engine on the checkpoint; `pages` (of the full group; the others in proportion) and `schedule` overrule the plan."""
@@ -126,7 +127,8 @@ def engine_of(
             plan, cache=msgspec.structs.replace(plan.cache, pages=tuple(min(pages, own) for own in plan.cache.pages))
         )
     plan = msgspec.structs.replace(plan, schedule=msgspec.structs.replace(plan.schedule, **(schedule or {})))
-    engine = build_planned(type(planned)(path=planned.path, checkpoint=planned.checkpoint, plan=plan), sinks=sinks)
+    planned = type(planned)(path=planned.path, checkpoint=planned.checkpoint, plan=plan)
+    engine = build_planned(planned, sinks=sinks, adapters=adapters)
     try:
         yield engine
     finally:

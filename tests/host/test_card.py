@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tradewind.config.card import ModelCard, RopeFacts
 from tradewind.config.card_parts import active_parameters
 from tradewind.config.card_reader import CardError, card_from_gguf, card_from_hf, count_parameters, llama3_factors
+from tradewind.config.kv_sizing import groups_of
+from tradewind.config.ledger import kv_line
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,6 +53,20 @@ LONGROPE = {
 }
 
 
+MSCALE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+
 def saved(config: Any, folder: Path) -> dict[str, Any]:
     """What `transformers` writes into config.json."""
     config.save_pretrained(folder)
@@ -80,6 +96,14 @@ def configs() -> dict[str, Any]:
         "qwen3-biased": t.Qwen3Config(**TINY, head_dim=16, attention_bias=True),
         "llama-dynamic": t.LlamaConfig(**TINY, rope_parameters=dict(DYNAMIC)),
         "llama-longrope": t.LlamaConfig(**TINY, rope_parameters=dict(LONGROPE)),
+        "deepseek_v2": t.DeepseekV2Config(**TINY, **LATENT, q_lora_rank=None, rope_parameters=dict(MSCALE)),
+        "deepseek_v2-grouped": t.DeepseekV2Config(
+            **TINY, **LATENT, q_lora_rank=24, topk_method="group_limited_greedy", n_group=3, topk_group=2
+        ),
+        "deepseek_v3": t.DeepseekV3Config(**TINY, **LATENT, q_lora_rank=40, n_group=3, topk_group=2),
+        "deepseek_v3-yarn": t.DeepseekV3Config(
+            **TINY, **LATENT, q_lora_rank=40, n_group=1, topk_group=1, rope_parameters={**MSCALE, "mscale": 0.5}
+        ),
         "gpt_oss": t.GptOssConfig(
             **TINY, head_dim=32, num_local_experts=6, sliding_window=24, rope_parameters={**YARN, "truncate": False}
         ),
@@ -125,10 +149,17 @@ def test_card_agrees_with_transformers(case: str, tmp_path: Path) -> None:
     assert card.family == case.split("-")[0].removesuffix("3" if case == "llama3" else "-")
     assert (card.vocab_size, card.hidden, card.layers, card.intermediate) == (320, 64, 4, 96)
     attention = model.model.layers[0].self_attn
-    assert card.head_dim == attention.head_dim
+    assert card.head_dim == (attention.head_dim if card.latent is None else attention.qk_head_dim)
     if card.family == "phi3":  # q, k, v in one matrix, gate and up in another
         assert attention.qkv_proj.out_features == (card.heads + 2 * card.kv_heads) * card.head_dim
         projections = (attention.qkv_proj, attention.o_proj, model.model.layers[0].mlp.gate_up_proj)
+    elif card.latent is not None:
+        queries = attention.q_proj if card.latent.query_rank == 0 else attention.q_b_proj
+        assert queries.out_features == card.heads * card.head_dim
+        assert attention.kv_a_proj_with_mqa.out_features == card.latent.width
+        assert attention.kv_b_proj.in_features == card.latent.rank
+        assert attention.o_proj.in_features == card.heads * card.latent.value
+        projections = (queries, attention.o_proj, model.model.layers[0].mlp.up_proj)
     else:
         assert card.heads * card.head_dim == attention.q_proj.out_features
         assert card.kv_heads * card.head_dim == attention.k_proj.out_features
@@ -143,7 +174,12 @@ def test_card_agrees_with_transformers(case: str, tmp_path: Path) -> None:
             router = layer.mlp.router if card.family == "gpt_oss" else layer.mlp.gate
             assert experts.down_proj.numel() == card.moe.experts * card.hidden * card.moe.intermediate
             assert card.moe.per_token == router.top_k
-            assert card.moe.normalised == getattr(router, "norm_topk_prob", True)
+            assert card.moe.normalised == getattr(router, "norm_topk_prob", card.family != "deepseek_v2")
+            shared = getattr(layer.mlp, "shared_experts", None) or getattr(layer.mlp, "shared_expert", None)
+            assert card.moe.shared_intermediate == (0 if shared is None else shared.up_proj.out_features)
+            assert card.moe.scale == getattr(router, "routed_scaling_factor", 1.0)
+            if card.latent is not None and card.moe.groups > 1:
+                assert (card.moe.groups, card.moe.groups_kept) == (router.num_group, router.topk_group)
             assert card.moe.biases == hasattr(router, "bias")
     assert card.attention_sinks == hasattr(attention, "sinks")
     if hasattr(attention, "q_norm"):
@@ -166,6 +202,9 @@ def test_card_agrees_with_transformers(case: str, tmp_path: Path) -> None:
         assert card.layer_windows == (config.sliding_window,) * 4
     tied = {id(parameter): parameter for parameter in model.parameters()}
     counted = sum(parameter.numel() for parameter in tied.values())
+    counted += sum(
+        buffer.numel() for name, buffer in model.named_buffers() if "correction" in name
+    )  # stored like parameters
     if card.tied_embeddings and model.lm_head.weight is not model.model.embed_tokens.weight:
         counted -= model.lm_head.weight.numel()
     assert card.parameters == counted == count_parameters(card)
@@ -179,7 +218,7 @@ def test_rope_gives_the_same_frequencies(case: str) -> None:
     config = configs()[case]
     rotary = LlamaRotaryEmbedding(config)
     card = card_from_hf(config.to_dict(), name=case)
-    frequencies, factor = inverse_frequencies(card.rope, card.head_dim)
+    frequencies, factor = inverse_frequencies(card.rope, card.rope.rotary_dims or card.head_dim)
     assert np.allclose(frequencies, rotary.inv_freq.numpy(), rtol=1e-5)
     assert math.isclose(factor, rotary.attention_scaling, rel_tol=1e-6)
 
@@ -344,6 +383,91 @@ def test_active_parameters_are_those_that_one_token_meets() -> None:
     assert active_parameters(dense) == 48 * (attention + 3 * 2048 * 6144)
 
 
+V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "num_nextn_predict_layers": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+}
+
+
+def test_deepseek_v3_as_published() -> None:
+    """671 billion parameters, nearly 37 of them for one token (with the head), and 70 KB of bf16 latents a token."""
+    card = card_from_hf(V3, name="v3")
+    assert card.latent is not None
+    assert card.moe is not None
+    assert card.parameters == 671_026_419_200
+    assert 36.5e9 < active_parameters(card) + 129280 * 7168 < 37e9
+    assert (card.max_positions, card.head_dim, card.rope.rotary_dims) == (163840, 192, 64)
+    assert card.rope.attention_factor == 1.0
+    growth = 0.1 * math.log(40) + 1
+    assert math.isclose(card.attention_scale or 0, 192**-0.5 * growth**2)
+    (group,) = groups_of(card, page_tokens=16, format="bf16")
+    assert (group.kind, group.kv_heads, group.head_dim) == ("latent", 1, 576)
+    assert group.bytes_per_page == 16 * 61 * 576 * 2
+    assert kv_line(group, pages=3).how.startswith("3 pages x 16 tokens x 61 layers x 576 bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "'attention_bias' is True; it must be false"),
+        ({"first_k_dense_replace": -1}, "'first_k_dense_replace' is -1"),
+        ({"kv_lora_rank": 500}, "'kv_lora_rank' is 500; it must be a multiple of 16"),
+        ({"moe_layer_freq": 2}, "'moe_layer_freq' is 2; it must be 1"),
+        ({"n_group": 7}, "'n_group' is 7; it must be a divisor of n_routed_experts, 256"),
+        ({"num_experts_per_tok": 200}, "'topk_group' is 4; it must be large enough for num_experts_per_tok, 200"),
+        ({"qk_rope_head_dim": 65}, "'qk_rope_head_dim' is 65; it must be a multiple of 16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'weight_block_size' is missing; it must be \\[128, 128\\]"),
+        ({"rope_interleave": False}, "'rope_interleave' is False; it must be true"),
+        ({"scoring_func": "softmax"}, "'scoring_func' is 'softmax'; it must be sigmoid"),
+        ({"topk_group": 9}, "'topk_group' is 9; it must be a whole number from 1 to 8"),
+        ({"topk_method": "greedy"}, "'topk_method' is 'greedy'; it must be noaux_tc"),
+        ({"model_type": "deepseek_v2"}, "'topk_method' is 'noaux_tc'; it must be greedy or group_limited_greedy"),
+        (
+            {"model_type": "deepseek_v2", "topk_method": None, "scoring_func": None},
+            "'norm_topk_prob' is True; it must be false",
+        ),
+    ],
+)
+def test_what_deepseek_is_not_computed_with_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CardError, match=message):
+        card_from_hf({**V3, **change}, name="x")
+
+
 def test_experts_are_checked() -> None:
     base = {"model_type": "qwen3_moe", **TINY, "num_experts": 4, "num_experts_per_tok": 2}
     assert card_from_hf(base, name="x").moe is not None
@@ -384,7 +508,10 @@ def test_gemma2_that_omits_defaults() -> None:
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba"}, "model_type 'mamba' is not supported; known are bert, gemma2, gemma3"),
+    (
+        {"model_type": "mamba"},
+        "model_type 'mamba' is not supported; known are bert, deepseek_v2, deepseek_v3, gemma2, gemma3",
+    ),
     ({"model_type": None}, "'model_type' is None"),
     ({"hidden_size": None}, "'hidden_size' is None"),
     ({"hidden_size": "64"}, "'hidden_size' is '64'"),
@@ -459,9 +586,14 @@ FIELDS = [
     "decoder_sparse_step",
     "dtype",
     "mlp_only_layers",
+    "n_group",
+    "n_routed_experts",
     "num_experts",
     "num_experts_per_tok",
+    "q_lora_rank",
+    "qk_rope_head_dim",
     "text_config",
+    "topk_group",
     "quantization_config",
 ]
 
@@ -469,6 +601,8 @@ FIELDS = [
 @given(
     st.sampled_from(
         [
+            "deepseek_v2",
+            "deepseek_v3",
             "gemma2",
             "gemma3",
             "gemma3_text",

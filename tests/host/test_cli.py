@@ -84,7 +84,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["plan", "x", "--memory-limit", "much"], "'much' is no size"),
         (["plan", "x", "--memory-limit", ""], "'' is no size"),
         (["plan", "x", "--kv-dtype", "fp4"], "argument --kv-format/--kv-dtype: 'fp4' is none of f32, f16, bf16, fp8"),
-        (["bench", "online"], "'online' is none of offline"),
+        (["bench", "online"], "there is no command 'online', only offline, serve"),
         (["bench", "offline", "--workloads", "L1,L9"], "unknown workloads: 'L9'"),
         (["bench", "offline", "--workloads", ","], "no workload is named"),
     ],

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.host.support_engine import Engine, cache_plan, request, schedule_plan
 from tradewind.contract.events import Arrived, Preempted, Scheduled, TokensOut
 from tradewind.engine.accounts import GENERATED, REMEMBERED, Accounts
-from tradewind.engine.queue import FairPolicy, WaitingQueue
+from tradewind.engine.policies import FairPolicy
+from tradewind.engine.queue import WaitingQueue
 from tradewind.engine.sequence import Sequence
 
 

@@ -367,12 +367,15 @@ def test_another_process_gets_the_same_engine(scripts: SimpleNamespace) -> None:
         "graphs",
         "--means",
         "max_running=7",
+        "--way",
+        "mixed_rows=[64]",
         "--scale",
         "tiny",
     ]
     first = scripts.suite.parsed(options)
     again = scripts.suite.parsed(scripts.suite.same_engine(first))
     assert scripts.suite.goals_of(again) == scripts.suite.goals_of(first) and again.scale == "tiny"
+    assert again.way == first.way == ["mixed_rows=[64]"]
 
 
 def test_results_name_no_place_on_this_machine(scripts: SimpleNamespace, tmp_path: Path) -> None:

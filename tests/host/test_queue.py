@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.host.support_engine import request
-from tradewind.engine.queue import AGE_S_PER_LEVEL, POLICIES, ArrivalPolicy, PriorityPolicy, WaitingQueue
+from tradewind.engine.policies import AGE_S_PER_LEVEL, POLICIES, ArrivalPolicy, PriorityPolicy
+from tradewind.engine.queue import WaitingQueue
 from tradewind.engine.sequence import Sequence
 
 

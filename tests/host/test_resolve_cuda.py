@@ -128,7 +128,7 @@ def test_which_device_is_asked_for() -> None:
     assert device_wanted(Means(), card=LLAMA_8B) is None
     assert device_wanted(Means(backend="cuda"), card=LLAMA_8B) == "cuda"
     assert device_wanted(Means(backend="plain"), card=LLAMA_8B) == "cpu"
-    assert device_wanted(Means(), card=MIXTURE) == "cpu"
+    assert device_wanted(Means(), card=MIXTURE) is None
 
 
 def test_on_a_cpu_the_reason_says_why_no_gpu_computes() -> None:
@@ -155,7 +155,6 @@ ON_A_GPU: list[tuple[ModelCard, Hardware, dict[str, Any], str]] = [
     (LLAMA_8B, gpu(), {"backend": "cpu"}, "backend cpu computes on the CPU, but this plan is asked for Test GPU"),
     (LLAMA_8B, AMPERE, {"quantization": "fp8"}, "quantization fp8 needs fp8 tensor cores, and Old GPU has none; use none"),
     (LLAMA_8B, AMPERE, {"kv_format": "fp8"}, "kv_format fp8 needs a GPU of compute capability 8.9, and Old GPU is older; use bf16"),
-    (MIXTURE, gpu(), {"backend": "cuda"}, "backend cuda cannot compute 'mixture': it is a mixture of experts"),
     (SMOLLM2_BF16, machine(), {"quantization": "fp8"}, "quantization fp8 needs a GPU's fp8 tensor cores, and the cpu backend has none"),
     (SMOLLM2, machine(), {"graphs": True}, "graphs are CUDA graphs; the cpu backend has none: leave graphs off"),
     (SMOLLM2, machine(), {"backend": "plain", "graphs": True}, "the plain backend has none: leave graphs off"),

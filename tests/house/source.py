@@ -18,6 +18,8 @@ HOST_WING = ("cache", "config", "contract", "engine", "observability", "serving"
 TORCH_MODULES = (
     "tradewind.kernels.plain",
     "tradewind.kernels.reference",
+    "tradewind.kernels.reference_lora",
+    "tradewind.kernels.reference_mla",
     "tradewind.kernels.reference_moe",
     "tradewind.kernels.triton",
     "tradewind.runner.graph_runner",

@@ -13,7 +13,16 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("file", ["test_triton_kernels.py", "test_triton_ops.py", "test_triton_step.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "test_triton_kernels.py",
+        "test_triton_moe.py",
+        "test_triton_ops.py",
+        "test_triton_shared.py",
+        "test_triton_step.py",
+    ],
+)
 def test_kernels_through_the_interpreter(file):
     pytest.importorskip("triton")
     found = subprocess.run(

@@ -46,6 +46,8 @@ class Driver:
         self.free = [list(1 + random.permutation(self.pool_pages - 1)) for _ in self.groups]
         self.tables: dict[int, list[np.ndarray]] = {}
         self.lengths: dict[int, int] = {}
+        self.adapter_of: dict[int, int] | None = None
+        """By sequence, where some have an adapter: its slot in the banks."""
         self.logits = ops.empty((capacity, card.vocab_size), "f32")
         self.index = ops.constant(np.arange(capacity, dtype=np.int32))
         self.gathered = ops.empty((capacity, card.hidden), "f32")
@@ -90,6 +92,7 @@ class Driver:
             kv=self.kv.layers,
             layer_group=self.kv.layer_group,
             scratch=self.scratch,
+            adapters=self._adapters(rows),
         )
         self.model.backend.plan(batch)
         hidden = self.model.forward(batch)
@@ -97,6 +100,18 @@ class Driver:
         self.model.logits(self.gathered, out=self.logits, count=count)
         logits = self.ops.host(self.logits)[: len(ids)].copy()
         return [logits[begin:end] for begin, end in pairwise(starts)]
+
+    def _adapters(self, rows: Sequence[tuple[int, Sequence[int]]]) -> Any:
+        if self.adapter_of is None:
+            return None
+        return self._padded([self.adapter_of.get(k, -1) for k, tokens in rows for _ in tokens], self.capacity)
+
+    def share(self, sequence: int, *, of: int, tokens: int) -> None:
+        """Lets a new sequence begin with the first `tokens`, whole pages, of another that takes no further step."""
+        pages = tokens // self.page_tokens
+        assert pages * self.page_tokens == tokens <= self.lengths[of]
+        self.tables[sequence] = [np.where(np.arange(self.pages_per_row) < pages, table, 0) for table in self.tables[of]]
+        self.lengths[sequence] = tokens
 
     def _provide(self, sequence: int, *, first: int, last: int) -> None:
         """Pages for positions up to `last`; windows give back what no token from `first` on can see."""

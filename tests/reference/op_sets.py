@@ -13,6 +13,7 @@ from tradewind.config.card import ModelCard
 from tradewind.config.card_reader import card_from_gguf, card_from_hf
 from tradewind.kernels.ops import Ops
 from tradewind.kernels.plain import PlainOps
+from tradewind.layers.adapters import Adapters
 from tradewind.models.registry import family_of
 from tradewind.quantization.blocks import dequantise
 from tradewind.quantization.scheme import Numerics
@@ -37,7 +38,9 @@ def open_ops(name: str, *, activation_terms: int = 1) -> Ops:
     return CpuOps(found, threads=2, activation_terms=activation_terms)
 
 
-def load(path: Path, ops: Ops, *, numerics: Numerics = EXACT) -> tuple[Any, ModelCard]:
+def load(
+    path: Path, ops: Ops, *, numerics: Numerics = EXACT, adapters: Adapters | None = None
+) -> tuple[Any, ModelCard]:
     """The model of a checkpoint and its card."""
     checkpoint = open_checkpoint(path)
     if checkpoint.kind == "gguf":
@@ -51,5 +54,6 @@ def load(path: Path, ops: Ops, *, numerics: Numerics = EXACT) -> tuple[Any, Mode
         ops=ops,
         numerics=numerics,
         attention=BACKENDS[ops.name](ops),
+        adapters=adapters,
     )
     return model, card

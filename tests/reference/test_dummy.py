@@ -67,7 +67,7 @@ def test_config_alone_is_a_description(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, weights=False)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama_biases", "mistral", "qwen2_5_tied", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "gemma3", "llama_biases", "mistral", "qwen2_5_tied", "qwen3"])
 def test_every_family_runs_in_range(tmp_path: Path, name: str) -> None:
     assert name in TINY
     card = only_config(tmp_path, name)

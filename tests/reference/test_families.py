@@ -63,6 +63,14 @@ def test_decode_token_by_token(tiny: Tiny, driver: Driver) -> None:
     assert difference(np.concatenate(got), tiny.wanted) < TOLERANCE
 
 
+def test_prefix_hit(tiny: Tiny, driver: Driver) -> None:
+    """A text that begins in the pages of another, in which it is computed on at once or in pieces."""
+    driver.step([(0, tiny.ids[:80]), (1, token_ids(1, count=100))])
+    driver.share(2, of=0, tokens=64)
+    got = [driver.step([(2, tiny.ids[first:last])])[0] for first, last in ((64, 65), (65, 90), (90, TOKENS))]
+    assert difference(np.concatenate(got), tiny.wanted[64:]) < TOLERANCE
+
+
 def test_rows_of_every_kind_in_one_step(tiny: Tiny, driver: Driver) -> None:
     """Sequences that decode, prefill, and start anew beside each other, at different positions, in changing order."""
     others = {1: token_ids(1), 2: token_ids(2)}
@@ -107,11 +115,21 @@ def test_card_says_what_the_family_is(tiny: Tiny, driver: Driver) -> None:
     if name.startswith("olmo2"):
         assert card.qk_norm_whole
         assert not card.qk_norm
-    assert (card.moe is not None) == ("moe" in name or name in ("gpt_oss", "mixtral"))
+    assert (card.moe is not None) == ("moe" in name or name in ("gpt_oss", "mixtral") or name.startswith("deepseek"))
     if card.moe is not None:
-        assert (all(card.moe.layers)) == (name != "qwen2_moe_some")
-        assert (card.moe.shared_intermediate > 0) == name.startswith("qwen2_moe")
+        assert (all(card.moe.layers)) == (name != "qwen2_moe_some" and not name.startswith("deepseek"))
+        assert (card.moe.shared_intermediate > 0) == name.startswith(("qwen2_moe", "deepseek"))
         assert 1 < card.moe.per_token < card.moe.experts
+    assert (card.latent is not None) == name.startswith("deepseek")
+    if card.latent is not None:
+        assert [(group.kind, group.head_dim) for group in driver.groups] == [("latent", card.latent.width)]
+        assert card.moe is not None
+        assert card.moe.layers == (False, True, True)
+        assert (card.latent.query_rank > 0) == (card.moe.groups_kept < card.moe.groups) == (name != "deepseek_v2_lite")
+        assert (card.moe.correction, card.moe.group_top, card.moe.score) == (
+            (True, 2, "sigmoid") if name == "deepseek_v3" else (False, 1, "softmax")
+        )
+        assert (card.attention_scale != card.head_dim**-0.5) == (name != "deepseek_v2")
     if name == "qwen2_moe_some":
         assert card.moe.layers == (False, False, False, True)
         assert [group.kind for group in driver.groups] == ["full", "window"]

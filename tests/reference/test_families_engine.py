@@ -19,7 +19,19 @@ from tradewind.contract.request import SamplingParams
 from tradewind.quantization.numerics import Numerics
 from tradewind.serving.intake import Intake, Limits
 
-NAMES = ("gemma2", "gpt_oss", "granite", "mixtral", "olmo2", "phi3_short", "qwen2_moe_some", "qwen3_moe")
+NAMES = (
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "gemma2",
+    "gpt_oss",
+    "granite",
+    "mixtral",
+    "olmo2",
+    "phi3_short",
+    "qwen2_moe_some",
+    "qwen3_moe",
+)
 NEW = 12
 
 

@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -80,7 +84,55 @@ def longrope(*, pairs: int, original: int) -> dict[str, Any]:
     }
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+}
+"""Of DeepSeek; sizes unlike each other. Queries of 24 + 16, values of 32, latents of 48 + 16."""
+
+
 TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "deepseek_v2": (  # as V2: queries through a short vector, experts in groups
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {
+            **LATENT,
+            "q_lora_rank": 32,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+        },
+    ),
+    "deepseek_v2_lite": (  # as V2-Lite: queries at once, no groups, attention that grows with YaRN
+        DeepseekV2ForCausalLM,
+        DeepseekV2Config,
+        {
+            **LATENT,
+            **rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=0.707),
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": 32,
+            "n_group": 3,
+            "topk_group": 2,
+            "kv_lora_rank": 32,
+            **rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
     "gemma2": (
         Gemma2ForCausalLM,
         Gemma2Config,
@@ -245,6 +297,9 @@ def make_tiny(name: str, folder: Path) -> Any:
                 parameter.uniform_(0.5, 1.5).sub_(offset)
             else:
                 parameter.normal_(std=0.5)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction" in buffer_name:
+                buffer.normal_(std=0.2)
     model.save_pretrained(folder)
     return model
 

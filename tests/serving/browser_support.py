@@ -31,6 +31,7 @@ FLAGS = (
 )
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 ENTER, ESCAPE = "\ue007", "\ue00c"
+LEFT, DOWN = "\ue012", "\ue015"
 
 
 class Browser:

@@ -16,12 +16,14 @@ import uvicorn
 from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tradewind.assemble import AdapterRoom
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.kv import KVGroup
 from tradewind.contract.step import Enter, Step
 from tradewind.engine.client import LocalClient
 from tradewind.engine.loop import EngineLoop
 from tradewind.engine.scheduler import Scheduler
+from tradewind.serving.adapters import AdapterBook
 from tradewind.serving.chat_template import CHATML, ChatTemplate
 from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import Front, Options
@@ -329,14 +331,16 @@ def finishes(events: Sequence[Any]) -> list[str]:
 
 
 @contextmanager
-def live_model(path: str, *, options: Options | None = None, **means: Any) -> Iterator[Live]:
+def live_model(
+    path: str, *, options: Options | None = None, adapters: AdapterRoom | None = None, **means: Any
+) -> Iterator[Live]:
     """A front on a real model, the whole house behind it."""
     from tradewind.assemble import build_planned, make_plan
     from tradewind.config.goals import Goals, Means
     from tradewind.serving.parsers.table import parser_for
 
     watch = Watch()
-    engine = build_planned(make_plan(Goals(model=path, means=Means(**means))), sinks=(watch,))
+    engine = build_planned(make_plan(Goals(model=path, means=Means(**means))), sinks=(watch,), adapters=adapters)
     plan = engine.plan
     local = LocalEngine(engine.client, engine.client.loop, watch)
     template = engine.template
@@ -347,6 +351,7 @@ def live_model(path: str, *, options: Options | None = None, **means: Any) -> It
         intake=Intake(Limits.of(plan, eos_ids=engine.tokenizer.eos_ids)),
         model=MODEL,
         max_running=plan.schedule.max_running,
+        adapters=None if adapters is None else AdapterBook(largest_rank=adapters.rank, taken=(MODEL,)),
         options=options or Options(),
         structured=StructuredOutput(engine.tokenizer),
         speech=parser_for(plan.card.family, getattr(template, "source", None), token_id=engine.tokenizer.token_id),

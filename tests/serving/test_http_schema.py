@@ -35,7 +35,10 @@ def server() -> Iterator[Live]:
         assert one.chat("x")["choices"][0]["message"]["content"] == "ok"
         until(lambda: one.running() == 0 and one.app.state.desk.sequences == 0, "something is left behind")
         for path, met in STATUSES.items():
-            assert met[200] or "{" in path, f"no generated request to {path} was a good one: {met}"
+            # Adapters are folders with files, which nobody draws at random (test_http_adapters.py has them).
+            assert met[200] or "{" in path or "lora_adapter" in path, (
+                f"no generated request to {path} was a good one: {met}"
+            )
 
 
 STATUSES: dict[str, Counter[int]] = {}

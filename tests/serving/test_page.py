@@ -10,15 +10,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
-from browser_support import CHROMIUM, DRIVER, ENTER, ESCAPE, Browser, browser
+from browser_support import CHROMIUM, DOWN, DRIVER, ENTER, ESCAPE, LEFT, Browser, browser
 from http_support import THINKING, Live, Rig, served, until
+from msgspec import structs
 from process_support import engine, request
 
+from tests.host.plans import SMOLLM2, machine
+from tradewind.config.goals import Goals
+from tradewind.config.plan import ClassPlan, Reason
+from tradewind.config.resolve import resolve
 from tradewind.contract.events import Event
 from tradewind.observability.hub import Hub
+from tradewind.observability.receipts import PARTS, BindingCause
+from tradewind.observability.timeline import LETTERS
 from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import Options
 from tradewind.serving.page import OPEN_PATHS, HomePage, page_routes
@@ -60,9 +67,17 @@ class Locked:
         with self._lock:
             self._hub.take(event)
 
-    def board(self) -> bytes:
+    def board(self, tenant: str, **asked: Any) -> bytes:
         with self._lock:
-            return self._hub.board.json()
+            return self._hub.board.json(tenant, **asked)
+
+    def receipts(self, method: str, *arguments: Any) -> Any:
+        with self._lock:
+            return getattr(self._hub.receipts, method)(*arguments)
+
+    def take_receipt(self, receipt: Any) -> None:
+        with self._lock:
+            self._hub.take_receipt(receipt)
 
 
 @contextmanager
@@ -83,7 +98,9 @@ def live(*, plan: Any = None, **facts: Any) -> Iterator[Live]:
         rig.front,
         more_routes=page_routes(board=listening.board, plan=lambda: hub.plan),
         open_paths=OPEN_PATHS,
-        on_receipt=hub.take_receipt,
+        on_receipt=listening.take_receipt,
+        receipts=lambda name, tenant: listening.receipts("json", name, tenant),
+        slowest=lambda count, tenant: listening.receipts("slowest_json", count, tenant),
         metrics=hub.metrics.text,
     )
     app = make_app(rig.front)
@@ -142,7 +159,7 @@ def test_the_document_is_whole_and_its_policy_fits() -> None:
         "names of XML spaces only, nothing is fetched"
     )
     assert "innerHTML" not in text and "eval(" not in text
-    assert len(page.body) < 80_000
+    assert len(page.body) < 100_000
 
 
 def test_anybody_may_read_the_page_but_not_the_board() -> None:
@@ -160,6 +177,71 @@ def test_anybody_may_read_the_page_but_not_the_board() -> None:
             assert status == 200 and headers["cache-control"] == "no-store"
             json.loads(body)
         assert server.send("POST", "/board", {}, headers={"Authorization": "Bearer k"})[0] == 405
+
+
+def test_what_is_asked_of_the_board_is_checked() -> None:
+    with live() as server:
+        for query, said in (
+            ("steps=x", "steps is 'x'"),
+            ("steps=-1", "whole number"),
+            ("steps=" + "9" * 16, "whole number"),
+            ("ttft_ms=0", "over 0"),
+            ("ttft_ms=nan", "ttft_ms is 'nan'"),
+            ("e2e_ms=1e9", "e2e_ms"),
+            ("tpot_ms=20000000", "up to 1e+07"),
+            ("colour=red", "'colour' is not known here; /board takes steps, ttft_ms, tpot_ms, e2e_ms"),
+        ):
+            status, _, body = server.send("GET", "/board?" + query)
+            assert status == 400 and said in json.loads(body)["error"]["message"]
+        board = server.get("/board?steps=0&ttft_ms=500&tpot_ms=12.5")
+        assert board["timeline"] == {"steps": [], "lanes": [], "more_lanes": 0}
+        assert [metric["target_ms"] for metric in board["attainment"]["classes"][0]["metrics"]] == [500, 12.5, None]
+        assert server.get("/board")["timeline"] is None
+
+
+def test_the_board_tells_each_key_of_its_own_requests_only() -> None:
+    keys = {name: {"Authorization": f"Bearer {name}"} for name in ("mine", "theirs")}
+    with live(options=Options(api_keys=tuple(keys)), max_running=1, max_tokens_per_step=64) as server:
+        bodies = []
+        for name, text in (("theirs", "Go on for ever"), ("mine", "Why is the sky blue?")):
+            asked = {"messages": [{"role": "user", "content": text}], "max_tokens": 60}
+            thread = threading.Thread(
+                target=server.send, args=("POST", "/v1/chat/completions", asked), kwargs={"headers": keys[name]}
+            )
+            thread.start()
+            bodies.append(thread)
+            until(lambda: server.running() > 0, "it must run")
+        for thread in bodies:
+            thread.join()
+
+        def seen(name: str) -> tuple[dict[str, Any], str]:
+            body = server.send("GET", "/board?steps=0", headers=keys[name])[2]
+            return json.loads(body)["timeline"], body.decode()
+
+        until(
+            lambda: all(lane["state"] == "length" for name in keys for lane in seen(name)[0]["lanes"]), "both must end"
+        )
+        mine, text = seen("mine")
+        theirs, other = seen("theirs")
+        (own,), (their,) = mine["lanes"], theirs["lanes"]
+        assert own["id"] != their["id"] and own["id"] not in other and their["id"] not in text
+        assert own["cells"].count("D") >= 55 and "s" in own["cells"]
+        slot = next(wait for wait in own["waits"] if wait[0] == "s")
+        assert slot[2] == "another key's request"
+        assert {lane for row in mine["steps"] for lane, _ in row[11]} == {own["n"]}
+        assert sum(row[13] for row in mine["steps"]) >= their["prompt"] - their["cached"], "as a sum only"
+        slowest = json.loads(server.send("GET", "/v1/receipts?slowest=8", headers=keys["mine"])[2])["receipts"]
+        assert [one["sequence"] for one in slowest] == [own["id"]]
+
+
+def test_the_page_has_a_word_for_every_part_and_cause() -> None:
+    text = HomePage.read().body.decode()
+    parts = text[text.index("const PARTS = {") : text.index("const CAUSES = {")]
+    causes = text[text.index("const CAUSES = {") : text.index("const LEGEND = {")]
+    assert set(re.findall(r"(\w+): \[", parts)) == set(PARTS)
+    assert set(re.findall(r"(\w+): \"", causes)) == set(get_args(BindingCause))
+    waits = text[text.index("const WAITS = {") : text.index("const CELLS = {")]
+    assert set(re.findall(r"(\w): \[", waits)) == {*LETTERS.values(), "q"}
 
 
 def test_the_board_counts_what_the_server_did() -> None:
@@ -403,6 +485,124 @@ def test_a_server_that_is_gone_is_said_and_its_return_too(window: Browser) -> No
 
 
 @needs_browser
+def test_targets_are_set_and_attainment_is_shown(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    assert window.text("#targets-sum") == "no targets are set"
+    ask(window, "Why is the sky blue?")
+    answered(window)
+    window.type("#target-ttft", "5000")
+    window.type("#target-e2e", "1")
+    window.until("document.querySelector('#targets-sum').innerText === 'all 0 %'", "no answer takes a millisecond")
+    rows = window.run(
+        "return [...document.querySelectorAll('#targets-body tbody tr')].map(row => row.innerText.split(/\\s*\\t\\s*/))"
+    )
+    assert [row[:3] for row in rows] == [
+        ["First token", "5 s", "100 %"],
+        ["Between tokens", "–", "–"],
+        ["Whole answer", "1 ms", "0 %"],
+    ]
+    label = window.run("return document.querySelector('.interval').getAttribute('aria-label')")
+    assert re.fullmatch(r"0 % met all targets; 95 % interval 0 % to [\d.]+ %", label)
+    window.run("sessionStorage.clear()")
+
+
+@needs_browser
+def test_the_steps_are_drawn_and_can_be_walked_with_keys(page: tuple[Browser, Live]) -> None:
+    window, server = page
+    ask(window, "Why is the sky blue?")
+    answered(window)
+    window.click(".views button[data-to=board]")
+    window.until(
+        "timeline.columns > 110 && timeline.steps.length > 50 && timeline.rows?.length === 1", "all must be seen"
+    )
+    window.until("timeline.lanes.values().next().value.state === 'stop'", "to the end")
+    for name in ("device", "in", "prompt", "answer"):
+        assert window.run("return timeline.paths[arguments[0]].getAttribute('d')", name).startswith("M")
+    assert re.match(
+        r"\d+ steps up to number \d+\. 1 request is shown\.",
+        window.run("return timeline.svg.getAttribute('aria-label')"),
+    )
+    window.type(".field-of-steps", DOWN)
+    assert window.run("return timeline.paused") and window.text("#steps .tools button") == "Go on"
+    assert "computed in vain, for it had ended" in window.text(".told"), (
+        "the step that was decided before the end was known"
+    )
+    window.type(".field-of-steps", LEFT)
+    told = window.text(".told")
+    assert re.search(r"^Step \d+ at \d+ s: device [\d.]+ ms, host [\d.]+ ms", told)
+    assert re.search(r"…\w{6} prompt \d+: its answer was computed\.", told), told
+    step = window.run("return timeline.at.step")
+    window.type(".field-of-steps", LEFT * 3)
+    assert window.run("return timeline.at.step") == step - 3
+    window.type(".field-of-steps", LEFT * 300)
+    assert "its prompt was computed" in window.text(
+        ".told"
+    ) and f"prompts {server.rig.device.entered[0].prompt_tokens}" in window.text(".told")
+    known = window.run("return timeline.steps.length")
+    window.click(".views button[data-to=both]")
+    ask(window, "Now a haiku")
+    answered(window, 2)
+    window.until("document.querySelector('#cards').innerText.includes('2 ended')", "the board goes on meanwhile")
+    assert window.run("return timeline.steps.length") == known, "and the steps stand still"
+    window.click("#steps .tools button")
+    window.until("timeline.lanes.size === 2", "they go on")
+    window.run("timeline.tableButton.click()")
+    heads = window.run("return [...document.querySelectorAll('.spoken th[scope=col]')].map(e => e.innerText)")
+    assert heads[:6] == ["request", "state", "prompt", "cached", "waited", "why"]
+    assert window.run("return document.querySelectorAll('.spoken caption').length") == 2
+
+
+@needs_browser
+def test_the_slowest_requests_show_parts_that_sum(page: tuple[Browser, Live]) -> None:
+    window, _ = page
+    ask(window, "Why is the sky blue?")
+    answered(window)
+    window.until("document.querySelector('.receipt')", "its receipt must come")
+    window.click(".receipt summary")
+    window.until("document.querySelector('.receipt table')", "it must open")
+    widths = window.run(
+        "const sum = bar => [...bar.children].reduce((sum, part) => sum + parseFloat(part.style.width), 0);"
+        "return [...document.querySelectorAll('.receipt[open] > .room .parts')].map(sum)"
+    )
+    assert len(widths) == 2 and all(abs(width - 100) < 0.1 for width in widths)
+    text = window.text(".receipt")
+    assert "Bound by" in text and "its own answer" in text and "Together" in text
+    last = window.run("return [...document.querySelectorAll('.receipt tbody tr:last-child td')].map(e => e.innerText)")
+    assert last[2] == "100 %" and last[1] == window.text(".receipt summary b")
+    ask(window, "Now a haiku")
+    answered(window, 2)
+    window.until("document.querySelectorAll('.receipt').length === 2", "the next one must come")
+    assert window.run("return document.querySelectorAll('.receipt[open]').length") == 1, "what was open stays open"
+
+
+@needs_browser
+def test_the_plan_is_told_with_what_was_rejected(window: Browser) -> None:
+    classes = (ClassPlan(name="chat", ttft_s=0.5, tpot_s=0.05), ClassPlan(name="bulk"))
+    reason = Reason(
+        choice="max_running", value="64", why="it fits", rejected="more: no pages; fewer: slots stay empty", pinned=True
+    )
+    made = resolve(Goals(model="smollm2"), card=SMOLLM2, hardware=machine())
+    made = structs.replace(made, reasons=(reason,), schedule=structs.replace(made.schedule, classes=classes))
+    with live(plan=made) as server:
+        window.size(1400, 900)
+        window.open(server.url + "/")
+        window.until("document.querySelector('#plan-body dl')", "the plan must come")
+        window.click("#plan summary")
+        text = window.text("#plan")
+        assert "Class chat" in text and "first token 500 ms, between tokens 50 ms" in text and "no targets" in text
+        assert window.run("return [...document.querySelectorAll('.rejected li')].map(e => e.innerText)") == [
+            "more: no pages",
+            "fewer: slots stay empty",
+        ]
+        assert window.text("#targets-sum") == "nothing with a target has ended yet"
+        assert window.run("return [...document.querySelectorAll('#targets-body h3')].map(e => e.innerText)") == [
+            "chat",
+            "bulk",
+        ]
+        window.open("about:blank")
+
+
+@needs_browser
 def test_it_fits_a_phone_and_a_dark_room(page: tuple[Browser, Live]) -> None:
     window, _ = page
     ask(window, "Please reverse this and write a haiku")
@@ -429,7 +629,7 @@ def test_everything_has_a_name_for_those_who_hear_it(page: tuple[Browser, Live])
     window, _ = page
     window.click("#settings-button")
     nameless = window.run(
-        "const all = document.querySelectorAll('button, input, textarea, [role=meter], svg[role], summary');"
+        "const all = document.querySelectorAll('button, input, textarea, [role=meter], [role=img], [tabindex], summary');"
         "const named = e => e.getAttribute('aria-label') || e.labels?.length || e.innerText?.trim();"
         "return [...all].filter(e => e.checkVisibility() && !named(e)).map(e => e.outerHTML)"
     )

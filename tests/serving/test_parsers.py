@@ -515,8 +515,16 @@ def test_without_a_template_tokens_and_family_decide() -> None:
     tokens = {"[TOOL_CALLS]": 5, "<think>": 6, "</think>": 7}
     choice = parser_for("llama", None, token_id=tokens.get)
     assert (choice.name, choice.reasoning) == ("mistral", "think")
-    assert parser_for("qwen3", None, token_id=no_tokens).name == "hermes"
-    assert parser_for("gemma3", None, token_id=no_tokens).name == "plain"
+    for family, name in (
+        ("deepseek_v2", "plain"),
+        ("deepseek_v3", "deepseek_v3"),
+        ("gemma3", "plain"),
+        ("mixtral", "mistral"),
+        ("qwen2_moe", "hermes"),
+        ("qwen3", "hermes"),
+        ("qwen3_moe", "hermes"),
+    ):
+        assert parser_for(family, None, token_id=no_tokens).name == name
 
 
 def test_a_name_overrules_and_an_unknown_one_is_refused_with_the_list() -> None:

@@ -31,7 +31,10 @@ class PagedAttention:
             return f"the op set in use is {self._ops.name}"
         if hardware.kind != self._device:
             return f"computes on {self._device}, not on {hardware.kind}"
-        if group.kind not in ("full", "window"):
+        if group.kind == "latent":
+            if not hasattr(self._ops, "latent_attention"):
+                return "has no kernel for latents"
+        elif group.kind not in ("full", "window"):
             return f"keeps keys and values, not {group.kind} states"
         if group.format not in self._formats:
             return f"reads KV as {', '.join(self._formats)}, not {group.format}"

@@ -70,6 +70,26 @@ class MoeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the shared expert says is multiplied by a sigmoid of one more row of weights."""
 
 
+class LatentFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2 2024): keys and values of all heads are made of one short vector a token."""
+
+    rank: int
+    """Numbers of a latent (kv_lora_rank)."""
+    rope: int
+    """Dims of the rotated key, which all heads share, and of the part of each query that meets it."""
+    nope: int
+    """Dims of the rest of each query, and of the keys that are made of latents."""
+    value: int
+    """Dims of a value."""
+    query_rank: int = 0
+    """Numbers of the vector that queries are made of (q_lora_rank); 0: they are made of the hidden state at once."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that are kept of a token."""
+        return self.rank + self.rope
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that planning and building need to know about a decoder or a BERT-type encoder."""
 
@@ -114,6 +134,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     attention_sinks: bool = False
     """Each head has one more score in its softmax, which no value answers to (gpt-oss)."""
     logit_softcap: float | None = None
+    latent: LatentFacts | None = None
+    """None: keys and values are kept. Otherwise latents are, and `head_dim` is that of a query."""
     moe: MoeFacts | None = None
     """None: every layer's MLP is one of `intermediate`."""
     weight_bytes: int = 0

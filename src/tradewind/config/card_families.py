@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from tradewind.config.card import MoeFacts
-from tradewind.config.card_parts import every_nth_full
+from tradewind.config.card import LatentFacts, MoeFacts, RopeFacts
+from tradewind.config.card_parts import every_nth_full, yarn_factor
 from tradewind.config.fields import CardError, Fields, plain_int, shown
 
 
@@ -26,6 +26,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     heads: int
     head_dim: int
+    rope: RopeFacts
 
 
 class HFFamily(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +35,7 @@ class HFFamily(msgspec.Struct, frozen=True, kw_only=True):
     family: str
     """Row of the model registry."""
     facts: Callable[[Fields, Shape], Mapping[str, Any]]
-    """Fields of the card that this family decides; changes nothing."""
+    """Fields of the card that this family decides, also in place of what was read for all; changes nothing."""
     kv_heads: int | None = None
     """Where the file does not say; None: as many as heads."""
     head_dim: int | None = None
@@ -135,6 +136,38 @@ def qwen3_moe(fields: Fields, shape: Shape) -> dict[str, Any]:
     }
 
 
+def deepseek_v2(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Latent attention; softmax routing, within the best groups where `topk_method` says so."""
+    grouped = chosen_word(fields, "topk_method", ("greedy", "group_limited_greedy")) == "group_limited_greedy"
+    chosen_word(fields, "scoring_func", ("softmax",))
+    if fields.flag("norm_topk_prob", default=False):
+        raise fields.refuse(
+            "norm_topk_prob",
+            "false for this family: no checkpoint has it, and published code differs about its meaning",
+        )
+    moe = MoeFacts(
+        **deepseek_experts(fields, shape, dense=0, scale=1.0),
+        **(deepseek_groups(fields) if grouped else {}),
+        normalised=False,
+    )
+    return {**deepseek_attention(fields, shape), "moe": moe}
+
+
+def deepseek_v3(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Latent attention; sigmoid routing within the best groups, with a bias that decides but does not weigh."""
+    chosen_word(fields, "topk_method", ("noaux_tc",))
+    chosen_word(fields, "scoring_func", ("sigmoid",))
+    moe = MoeFacts(
+        **deepseek_experts(fields, shape, dense=3, scale=2.5),
+        **deepseek_groups(fields, usual=(8, 4)),
+        score="sigmoid",
+        normalised=fields.flag("norm_topk_prob", default=True),
+        group_top=2,
+        correction=True,
+    )
+    return {**deepseek_attention(fields, shape), "moe": moe}
+
+
 def gpt_oss(fields: Fields, shape: Shape) -> dict[str, Any]:
     """Biases and sinks everywhere, windows in every second layer."""
     for field, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
@@ -185,6 +218,78 @@ def gemma3(fields: Fields, shape: Shape) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- shared parts
+
+
+def deepseek_attention(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Sizes of latents and heads, and YaRN's growth of attention, which this family keeps in the softmax scale (`mscale_all_dim`)."""
+    for field, only in (("attention_bias", False), ("mlp_bias", False), ("rope_interleave", True)):
+        if fields.flag(field, default=only) != only:
+            raise fields.refuse(field, f"{str(only).lower()}, the only one that is supported for this family")
+    no_query_rank = "q_lora_rank" in fields.values and not fields.has("q_lora_rank")
+    latent = LatentFacts(
+        rank=fields.whole("kv_lora_rank", default=512),
+        rope=fields.whole("qk_rope_head_dim", default=64),
+        nope=fields.whole("qk_nope_head_dim", default=128),
+        value=fields.whole("v_head_dim", default=128),
+        query_rank=0 if no_query_rank else fields.whole("q_lora_rank", default=1536),
+    )
+    for field, size, multiple in (
+        ("kv_lora_rank", latent.rank, 16),
+        ("qk_rope_head_dim", latent.rope, 16),
+        ("v_head_dim", latent.value, 16),
+        ("qk_nope_head_dim", latent.nope, 2),
+    ):
+        if size % multiple:
+            raise fields.refuse(field, f"a multiple of {multiple}")
+    head_dim = latent.nope + latent.rope
+    scale = head_dim**-0.5
+    scaling = fields.mapping("rope_scaling") or fields.mapping("rope_parameters")
+    if scaling is not None and shape.rope.kind == "yarn":
+        grown = scaling.number("mscale_all_dim", default=0.0, above=False)
+        scale *= yarn_factor(shape.rope.factor, grown) ** 2
+    return {
+        "latent": latent,
+        "head_dim": head_dim,
+        "rope": msgspec.structs.replace(shape.rope, rotary_dims=latent.rope),
+        "attention_scale": scale,
+    }
+
+
+def deepseek_experts(fields: Fields, shape: Shape, *, dense: int, scale: float) -> dict[str, Any]:
+    """Experts in all layers but the first, one shared expert as large as several."""
+    if fields.whole("moe_layer_freq", default=1) != 1:
+        raise fields.refuse("moe_layer_freq", "1, the only one that is supported")
+    first = fields.whole("first_k_dense_replace", default=dense, low=0)
+    inner = fields.whole("moe_intermediate_size")
+    return {
+        **experts_and_chosen(fields, ("n_routed_experts",), experts=64, per_token=8),
+        "intermediate": inner,
+        "layers": tuple(index >= first for index in range(shape.layers)),
+        "scale": fields.number("routed_scaling_factor", default=scale),
+        "shared_intermediate": inner * fields.whole("n_shared_experts", default=0, low=0),
+    }
+
+
+def deepseek_groups(fields: Fields, *, usual: tuple[int, int] | None = None) -> dict[str, Any]:
+    """Groups of experts, and how many of them a token may be sent to; `usual` where the file does not say."""
+    groups = fields.whole("n_group", default=usual[0] if usual else None)
+    kept = fields.whole("topk_group", default=usual[1] if usual else None, high=groups)
+    experts, chosen = fields.whole("n_routed_experts"), fields.whole("num_experts_per_tok", default=8)
+    if experts % groups:
+        raise fields.refuse("n_group", f"a divisor of n_routed_experts, {experts}")
+    if chosen > experts // groups * kept:
+        raise fields.refuse(
+            "topk_group", f"large enough for num_experts_per_tok, {chosen}, experts of {experts // groups} a group"
+        )
+    return {"groups": groups, "groups_kept": kept}
+
+
+def chosen_word(fields: Fields, field: str, known: tuple[str, ...]) -> str:
+    """One of the known words; the first where the file does not say."""
+    word = fields.word(field, default=known[0])
+    if word not in known:
+        raise fields.refuse(field, f"{' or '.join(known)} for this family")
+    return word
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
@@ -297,6 +402,8 @@ GEMMA3_OMITTED: dict[str, object] = {
 GEMMA: dict[str, Any] = {"tied": True, "activation_field": "hidden_activation", "activation": "gelu_pytorch_tanh"}
 
 HF_FAMILIES: dict[str, HFFamily] = {
+    "deepseek_v2": HFFamily(family="deepseek_v2", facts=deepseek_v2, quantised=("fp8",)),
+    "deepseek_v3": HFFamily(family="deepseek_v3", facts=deepseek_v3, quantised=("fp8",)),
     "gemma2": HFFamily(family="gemma2", facts=gemma2, omitted=GEMMA2_OMITTED, **GEMMA),
     "gemma3_text": HFFamily(
         family="gemma3", facts=gemma3, omitted=GEMMA3_OMITTED, theta=1e6, own_local_rope=True, **GEMMA
@@ -312,7 +419,7 @@ HF_FAMILIES: dict[str, HFFamily] = {
     "phi3": HFFamily(family="phi3", facts=phi3, norm_eps=1e-5),
     "qwen2": HFFamily(family="qwen2", facts=qwen2),
     "qwen2_moe": HFFamily(family="qwen2_moe", facts=qwen2_moe),
-    "qwen3": HFFamily(family="qwen3", facts=qwen3, head_dim=128),
-    "qwen3_moe": HFFamily(family="qwen3_moe", facts=qwen3_moe, kv_heads=4),
+    "qwen3": HFFamily(family="qwen3", facts=qwen3, head_dim=128, quantised=("fp8",)),
+    "qwen3_moe": HFFamily(family="qwen3_moe", facts=qwen3_moe, kv_heads=4, quantised=("fp8",)),
 }
 """By `model_type`, sorted."""

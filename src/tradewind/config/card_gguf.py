@@ -54,7 +54,7 @@ def card_from_gguf(metadata: Mapping[str, Any], *, name: str, tensors: Tensors |
         "rope": gguf_rope(whole, arch=arch, theta=row.theta, head_dim=head_dim, positions=positions, tensors=tensors),
         "layer_windows": (None,) * layers,
     }
-    shape = Shape(hidden=hidden, layers=layers, heads=heads, head_dim=head_dim)
+    shape = Shape(hidden=hidden, layers=layers, heads=heads, head_dim=head_dim, rope=shared["rope"])
     own = row.facts(Prefixed(whole, arch), shape, tensors)
     card = ModelCard(
         name=name,

@@ -54,6 +54,8 @@ def _plain_card(
     fields, row = hf_family(outer)
     quantised = outer.mapping("quantization_config") or fields.mapping("quantization_config")
     method = quantised.values.get("quant_method", "unknown") if quantised is not None else None
+    if quantised is not None and method == "fp8" and quantised.values.get("weight_block_size") != [128, 128]:
+        raise quantised.refuse("weight_block_size", "[128, 128], the only blocks of fp8 weights that are read")
     if method is not None and (row is None or method not in row.quantised):
         raise CardError(
             f"{outer.origin}: weights quantised by {shown(method)} are not supported; use an unquantised checkpoint or a GGUF file"
@@ -95,11 +97,13 @@ def _plain_card(
     shared: dict[str, Any] = {
         "intermediate": fields.whole("intermediate_size"),
         "layer_windows": (None,) * layers,
+        "head_dim": head_dim,
+        "rope": rope,
         "tied_embeddings": fields.flag(
             "tie_word_embeddings", default=outer.flag("tie_word_embeddings", default=row.tied)
         ),
     }
-    own = row.facts(fields, Shape(hidden=hidden, layers=layers, heads=heads, head_dim=head_dim))
+    own = row.facts(fields, Shape(hidden=hidden, layers=layers, heads=heads, head_dim=head_dim, rope=rope))
     card = ModelCard(
         name=name,
         family=row.family,
@@ -109,10 +113,8 @@ def _plain_card(
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
         max_positions=positions,
         norm_eps=fields.number("rms_norm_eps", default=row.norm_eps),
-        rope=rope,
         rope_local=rope_local,
         bos_id=bos[0] if bos else None,
         eos_ids=tuple(dict.fromkeys(eos)),

@@ -16,6 +16,8 @@ from tradewind.config.fields import CardError, Fields
 
 FAMILIES: dict[str, str] = {
     "bert": "BERT and MiniLM encoders",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3 and R1",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
     "gpt_oss": "gpt-oss",
@@ -73,7 +75,7 @@ def with_weights(card: ModelCard, *, tensors: Tensors | None, assumed: str) -> M
         format, count = tensor.format, math.prod(tensor.shape)
         if name.endswith("_blocks") and format == "U8":  # two 4-bit floats a byte
             format, count = "MXFP4", 2 * count
-        elif name.endswith("_scales") and format == "U8":
+        elif (name.endswith("_scales") and format == "U8") or name.endswith("_scale_inv"):
             continue
         formats[format] = formats.get(format, 0) + count
     return msgspec.structs.replace(
@@ -97,6 +99,11 @@ EMBEDDING_NAMES = (
 
 def attention_matrices(card: ModelCard) -> int:
     """Weights of the matmuls of one layer's attention."""
+    if card.latent is not None:
+        latent, queries = card.latent, card.heads * card.head_dim
+        q = latent.query_rank * (card.hidden + queries) if latent.query_rank else card.hidden * queries
+        up = latent.rank * card.heads * (latent.nope + latent.value)
+        return q + card.hidden * latent.width + up + card.heads * latent.value * card.hidden
     return card.hidden * card.head_dim * (2 * card.heads + 2 * card.kv_heads)
 
 
@@ -121,6 +128,7 @@ def count_parameters(card: ModelCard) -> int:
         tables = (card.vocab_size + card.position_rows + card.token_types + 2) * card.hidden  # the norm's two rows too
         return tables + matrices + card.layers * (card.intermediate + 9 * card.hidden)
     norms = card.hidden * (4 if card.sandwich_norms else 2) + (2 * card.head_dim if card.qk_norm else 0)
+    norms += card.latent.rank + card.latent.query_rank if card.latent is not None else 0
     norms += (card.heads + card.kv_heads) * card.head_dim * card.qk_norm_whole
     biases = (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias + card.hidden * card.output_bias
     biases += (2 * card.intermediate + card.hidden) * card.mlp_bias

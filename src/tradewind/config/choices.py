@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from tradewind.config import choices_cuda, ledger
 from tradewind.config.card import ModelCard
-from tradewind.config.goals import Goals, Means
+from tradewind.config.goals import Goals, Means, PolicyName
 from tradewind.config.habits import HABITS, Habits
 from tradewind.config.hardware import Hardware
 from tradewind.config.plan import Reason
@@ -23,7 +23,6 @@ Compute = Literal["f32", "bf16", "int16", "int8"]
 PACKED: tuple[Compute, ...] = ("int8", "int16")
 """Ways to compute that multiply packed quants."""
 Quantization = Literal["none", "int8", "int4", "fp8"]
-Policy = Literal["arrival", "fair", "priority"]
 LoadFormat = Literal["auto", "dummy"]
 Value = TypeVar("Value")
 Choice = tuple[Value, Reason]
@@ -57,10 +56,84 @@ def check_goals(goals: Goals) -> None:
         value = getattr(goals.means, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
             raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    check_classes(goals)
     for name, known in WORDS.items():
         value = getattr(goals.means, name)
         if value is not None and value not in known:
             raise UserError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+
+
+def check_classes(goals: Goals) -> None:
+    """Raises UserError naming the first class, tenant or budget that is out of range."""
+    names = [one.name for one in goals.classes]
+    for name in names:
+        if not name or names.count(name) > 1:
+            raise UserError(f"the class name {name!r} is empty or taken twice; names tell classes apart")
+    for one in goals.classes:
+        for field in ("ttft_ms", "tpot_ms", "e2e_ms"):
+            value = getattr(one, field)
+            if value is not None and not 0 < value < 1e9:
+                raise UserError(f"{field} of class {one.name} is {value!r}; it must be a number of milliseconds over 0")
+        if one.share is not None and not 0 < one.share <= 1:
+            raise UserError(f"the share of class {one.name} is {one.share!r}; it must be over 0 and at most 1")
+        if one.prompt_tokens < 1 or one.output_tokens < 1:
+            raise UserError(
+                f"class {one.name} has prompts of {one.prompt_tokens} and answers of {one.output_tokens} tokens; at least 1"
+            )
+    shares = sum(one.share or 0 for one in goals.classes)
+    if shares > 1 + 1e-6:
+        raise UserError(f"the shares of all classes are {shares:g} together; at most 1")
+    for tenant, weight in goals.tenants.items():
+        if not 0 < weight < 1e6:
+            raise UserError(f"the weight of tenant {tenant!r} is {weight!r}; it must be over 0")
+    if goals.requests_per_s is not None and not 0 < goals.requests_per_s < 1e7:
+        raise UserError(f"requests_per_s is {goals.requests_per_s!r}; it must be a number over 0")
+    loss = goals.quality_loss_percent
+    if loss is not None:
+        if not 0 <= loss <= 100:
+            raise UserError(f"quality_loss_percent is {loss!r}; it must be from 0 (lossless) to 100")
+        price = QUALITY_LOSS_PERCENT.get(goals.means.compute or "", 0.0)
+        if price > loss:
+            raise UserError(
+                f"compute {goals.means.compute} is pinned and costs about {price:g} % of perplexity, but the quality budget is "
+                f"{loss:g} %: raise the budget to {price:g} % or leave compute out"
+            )
+
+
+QUALITY_LOSS_PERCENT: dict[str, float] = {"int8": 0.5}
+"""What ways to compute cost in perplexity, in percent, rounded up: a KL to float32 of 4e-3 a token (docs/notebook.md). Others cost nothing
+that could be seen."""
+
+
+def typical_tokens(goals: Goals) -> int | None:
+    """Tokens of a typical request, in the mean of the classes by their shares; None where no classes are stated."""
+    if not goals.classes:
+        return None
+    left = max(0.0, 1.0 - sum(one.share or 0.0 for one in goals.classes))
+    unstated = sum(one.share is None for one in goals.classes)
+    shares = [left / unstated if one.share is None else one.share for one in goals.classes]
+    lengths = [one.prompt_tokens + one.output_tokens for one in goals.classes]
+    mean = sum(share * length for share, length in zip(shares, lengths, strict=True)) / (sum(shares) or 1.0)
+    return max(1, round(mean))
+
+
+def numerics_scenario(goals: Goals) -> str:
+    """The scenario that formats are chosen by: where a quality budget is stated it decides, not what else is wanted."""
+    if goals.quality_loss_percent is None:
+        return goals.scenario
+    return "throughput" if goals.quality_loss_percent >= QUALITY_LOSS_PERCENT["int8"] else "balanced"
+
+
+def quality_reasons(goals: Goals, *, compute: Compute) -> tuple[Reason, ...]:
+    """What the quality budget is and what of it is spent; nothing where none is stated."""
+    loss = goals.quality_loss_percent
+    if loss is None:
+        return ()
+    value = "lossless" if loss == 0 else f"{loss:g} % of perplexity"
+    spent = QUALITY_LOSS_PERCENT.get(compute, 0.0)
+    why = f"{compute} costs about {spent:g} %" if spent else f"{compute} changes no greedy answer that could be told"
+    rejected = "" if spent else f"int8: about {QUALITY_LOSS_PERCENT['int8']:g} %"
+    return (Reason(choice="quality", value=value, why=why, rejected=rejected, pinned=True),)
 
 
 WORDS: dict[str, tuple[str, ...]] = {
@@ -68,7 +141,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "compute": ("bf16", "f32", "int16", "int8"),
     "kv_format": ("bf16", "f16", "f32", "fp8"),
     "load_format": ("auto", "dummy"),
-    "policy": ("arrival", "fair", "priority"),
+    "policy": ("arrival", "fair", "length", "priority", "slo"),
     "quantization": ("fp8", "int4", "int8", "none"),
 }
 
@@ -338,22 +411,53 @@ def choose_overlap(means: Means, *, hardware: Hardware, backend: Backend, thread
     )
 
 
-def choose_policy(means: Means) -> Choice[Policy]:
-    """Order of the queue."""
-    if means.policy == "priority":
-        return "priority", Reason(
-            choice="policy", value="priority", why="as asked; waiting raises a request's priority", pinned=True
+POLICY_WORDS: dict[PolicyName, str] = {
+    "arrival": "first come, first served",
+    "fair": "the tenant that was served least comes next, however many requests another one sends",
+    "length": "short prompts pass long ones, which wait at most the age limit longer",
+    "priority": "waiting raises a request's priority",
+    "slo": "who must start soonest to meet its target comes first, and prompts get what running answers can spare of each step",
+}
+"""What each policy does."""
+
+
+def choose_policy(
+    means: Means,
+    *,
+    targets: bool = False,
+    weights: bool = False,
+    priorities: bool = False,
+) -> Choice[PolicyName]:
+    """Order of the queue, by what is stated: targets of classes before weights of tenants before priorities."""
+    if means.policy is not None and means.policy != "arrival":
+        return means.policy, Reason(
+            choice="policy", value=means.policy, why=f"as asked; {POLICY_WORDS[means.policy]}", pinned=True
         )
-    if means.policy == "fair":
-        why = "as asked; the tenant that was served least comes next, however many requests another one sends"
-        return "fair", Reason(choice="policy", value="fair", why=why, pinned=True)
+    stated: tuple[tuple[PolicyName, bool, str], ...] = (
+        ("slo", targets, "no class has a target"),
+        ("fair", weights, "it has to be asked for"),
+        ("priority", priorities, "no priorities stated"),
+    )
+    if means.policy is None:
+        for name, is_stated, _ in stated:
+            if is_stated:
+                lost = {
+                    "fair": "fair: weights then share what those with targets leave",
+                    "priority": "priority: says who matters more, not when it is late",
+                }
+                others = [lost[other] for other, also, _ in stated if also and other != name and other in lost]
+                rejected = "; ".join([*others, "arrival: who came first need not be who must start first"])
+                what = {
+                    "slo": "classes have targets",
+                    "fair": "tenants have weights",
+                    "priority": "classes have priorities",
+                }
+                why = f"{what[name]}: {POLICY_WORDS[name]}"
+                return name, Reason(choice="policy", value=name, why=why, rejected=rejected)
     why = "first come, first served; fair as long as nobody states priorities"
+    rejected = "; ".join(f"{name}: {why_not}" for name, is_stated, why_not in reversed(stated) if not is_stated)
     return "arrival", Reason(
-        choice="policy",
-        value="arrival",
-        why=why,
-        rejected="priority: no priorities stated; fair: it has to be asked for",
-        pinned=means.policy is not None,
+        choice="policy", value="arrival", why=why, rejected=rejected, pinned=means.policy is not None
     )
 
 
@@ -385,9 +489,15 @@ def matmul_speed_words(hardware: Hardware) -> str:
 
 
 def choose_step(
-    means: Means, *, habits: Habits, card: ModelCard, hardware: Hardware, tpot_ms: float | None
+    means: Means,
+    *,
+    habits: Habits,
+    card: ModelCard,
+    hardware: Hardware,
+    tpot_ms: float | None,
+    paced: bool = False,
 ) -> Choice[int]:
-    """Token budget of a step."""
+    """Token budget of a step; `paced`: how much of it prompts get is decided step by step, so that a TPOT target holds."""
     tokens, why, rejected = (
         habits.max_tokens_per_step,
         habits.why_step,
@@ -395,6 +505,9 @@ def choose_step(
     )
     if means.max_tokens_per_step is not None:
         tokens, why, rejected = means.max_tokens_per_step, "as asked", ""
+    elif paced:
+        why += "; of which prompts get in each step what the running answers' TPOT leaves"
+        rejected = "a fixed smaller budget: costs throughput also where no answer waits"
     elif tpot_ms is not None:
         fitting = int(tpot_ms / 1000 / step_seconds(card, hardware, tokens=1)) // 16 * 16
         # A GPU reads all weights in the time that it computes some 200 tokens: fewer make no step shorter.

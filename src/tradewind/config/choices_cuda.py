@@ -28,8 +28,8 @@ MOST_ROWS = 1024
 
 def why_unable(card: ModelCard) -> str | None:
     """What a model needs and the cuda op set does not have; None when it can compute it."""
-    if card.moe is not None:
-        return "it is a mixture of experts, and there is no GPU kernel for these yet"
+    if card.latent is not None:
+        return "its attention keeps latents, and there is no GPU kernel for these yet"
     return None
 
 

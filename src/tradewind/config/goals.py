@@ -11,6 +11,9 @@ from typing import Literal
 import msgspec
 
 Scenario = Literal["latency", "throughput", "memory", "balanced"]
+PolicyName = Literal["arrival", "fair", "length", "priority", "slo"]
+Late = Literal["demote", "refuse", "serve"]
+"""What becomes of a request that can no longer meet its TTFT target: it goes behind those that can, is refused when it comes, or stays."""
 
 
 class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +30,7 @@ class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     page_tokens: int | None = None
     max_tokens_per_step: int | None = None
     max_running: int | None = None
-    policy: Literal["arrival", "fair", "priority"] | None = None
+    policy: PolicyName | None = None
     prefix_cache: bool | None = None
     overlap: bool | None = None
     """Decide step N + 1 while step N runs."""
@@ -42,6 +45,33 @@ class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """dummy: random weights instead of the file's, for measuring; answers are noise."""
 
 
+class Match(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which requests belong to a class: those that have all that is stated here."""
+
+    tenant: str | None = None
+    """As the server names it: of an API key its hash (goals_file.tenant_of_key), so that no key stands in a plan."""
+    header: tuple[str, str] | None = None
+    """(name in lower case, value) of an HTTP header."""
+    priority: int | None = None
+    model: str | None = None
+
+
+class TrafficClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests that are alike in what is wanted of them."""
+
+    name: str
+    match: Match = Match()
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+    late: Late = "demote"
+    share: float | None = None
+    """Part of all requests that is expected to be of this class."""
+    prompt_tokens: int = 256
+    """Typical; where no trace says better."""
+    output_tokens: int = 128
+
+
 class Goals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is wanted of one engine."""
 
@@ -53,4 +83,13 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Ceiling for weights, KV pages, workspace and the process itself; None: most of the memory that is free."""
     max_context: int | None = None
     """Tokens of prompt and answer together; None: what model and memory allow."""
+    quality_loss_percent: float | None = None
+    """By how much the perplexity may rise against the model's own weights; 0 is lossless, as far as a greedy answer could show; None: what
+    the scenario takes."""
+    classes: tuple[TrafficClass, ...] = ()
+    """A request belongs to the first that it matches."""
+    tenants: dict[str, float] = {}
+    """Weight of each tenant; who is not named has 1."""
+    requests_per_s: float | None = None
+    """Expected rate of all classes together."""
     means: Means = Means()

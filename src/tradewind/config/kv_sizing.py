@@ -37,20 +37,21 @@ class Pools:
 
 
 def groups_of(card: ModelCard, *, page_tokens: int, format: KVFormat) -> tuple[KVGroup, ...]:
-    """Full layers first, then one group per window size."""
+    """Full layers first, then one group per window size; of a model with latents, one group of them."""
     windows = sorted({window for window in card.layer_windows if window is not None})
     kinds: list[int | None] = [None, *windows]
     groups: list[KVGroup] = []
+    latent = card.latent
     for window in kinds:
         layers = tuple(index for index, mine in enumerate(card.layer_windows) if mine == window)
         if layers:
             groups.append(
                 KVGroup(
                     index=len(groups),
-                    kind="full" if window is None else "window",
+                    kind="latent" if latent is not None else "full" if window is None else "window",
                     layers=layers,
-                    kv_heads=card.kv_heads,
-                    head_dim=card.head_dim,
+                    kv_heads=card.kv_heads if latent is None else 1,
+                    head_dim=card.head_dim if latent is None else latent.width,
                     page_tokens=page_tokens,
                     format=format,
                     window=window,

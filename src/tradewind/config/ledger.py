@@ -133,6 +133,9 @@ def workspace_bytes(card: ModelCard, *, max_tokens: int) -> int:
     """Activations of one step, reused from layer to layer: float32, and the int8 copies that matmuls make."""
     heads = card.heads * card.head_dim
     qkv = heads + 2 * card.kv_heads * card.head_dim
+    if card.latent is not None:  # queries and what they bring back, also in the space of latents
+        latent = card.latent
+        qkv = latent.width + latent.query_rank + card.heads * (latent.value + latent.width + latent.rank)
     floats = 3 * card.hidden + qkv + heads + card.intermediate + 2 * card.head_dim
     return max_tokens * (4 * floats + 2 * max(card.hidden, card.intermediate, heads))
 
@@ -188,12 +191,12 @@ def fixed_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
 def kv_line(group: KVGroup, *, pages: int, at_start: bool = False) -> LedgerLine:
     """The line of one pool. at_start: all of it is taken at start, as on a GPU."""
     kind = f"window {group.window}" if group.kind == "window" else group.kind
+    kept = f"{group.head_dim}" if group.kind == "latent" else f"2 x {group.kv_heads} heads x {group.head_dim}"
     when = "taken at start" if at_start else "a page costs memory from its first use on"
     return LedgerLine(
         name=f"KV pages, {kind}",
         bytes=pages * group.bytes_per_page,
-        how=f"{pages} pages x {group.page_tokens} tokens x {len(group.layers)} layers x 2 x {group.kv_heads} heads x "
-        f"{group.head_dim} {group.format}; {when}",
+        how=f"{pages} pages x {group.page_tokens} tokens x {len(group.layers)} layers x {kept} {group.format}; {when}",
     )
 
 

@@ -44,6 +44,10 @@ TILE_SPLITS, TILE_ROWS, TILE_OUTPUTS = 4, 64, 5120
 """Skinny matmuls that split K: most pieces, most input rows, and the most outputs of a matrix that is split (tuning.py: tile)."""
 
 
+EXPERT_BLOCK = 16
+"""Fewest pairs of a block of one expert in a step that sorts them (kernels/triton/tuning.py: expert_tile)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The choices that decide how much memory is taken, apart from pages."""
@@ -76,9 +80,35 @@ def vector_values(card: ModelCard) -> int:
 def weight_bytes(card: ModelCard, *, quantization: str) -> int:
     """Weights that a token meets: the layers' matrices in bf16, or in e4m3 with a float32 scale for each output; the head in bf16."""
     matrices = matrix_values(card)
-    outputs = (card.heads + 2 * card.kv_heads) * card.head_dim + 2 * card.hidden + 2 * card.intermediate
-    layers = matrices + 4 * card.layers * outputs if quantization == "fp8" else 2 * matrices
+    layers = 2 * matrices
+    if quantization == "fp8":
+        attention = (card.heads + 2 * card.kv_heads) * card.head_dim + card.hidden
+        outputs = card.layers * (attention + card.hidden) + 2 * _dense_layers(card) * card.intermediate
+        layers = matrices
+        if card.moe is not None:
+            moe, mixtures = card.moe, card.layers - _dense_layers(card)
+            outputs += mixtures * (moe.experts * (2 * moe.intermediate + card.hidden) - card.hidden)
+            outputs += mixtures * (2 * moe.shared_intermediate + card.hidden) * bool(moe.shared_intermediate)
+            layers += mixtures * card.hidden * (moe.experts + moe.shared_gate)  # the router stays bf16
+        layers += 4 * outputs
     return layers + 2 * table_values(card) + 4 * vector_values(card)
+
+
+def _dense_layers(card: ModelCard) -> int:
+    """Layers with an MLP of the card's inner size."""
+    return card.layers - sum(card.moe.layers) if card.moe is not None else card.layers
+
+
+def expert_bytes(card: ModelCard, *, quantization: str, max_tokens_per_step: int) -> int:
+    """What a mixture's kernels keep between launches: for each (token, expert) pair the inner values and the answer in bf16, its place when
+    sorted by expert (fp8: and the inner values in e4m3 with a scale); for every 16 tokens how often they chose each expert, twice."""
+    moe = card.moe
+    if moe is None:
+        return 0
+    pairs, programs = max_tokens_per_step * moe.per_token, -(-max_tokens_per_step // 16)
+    each = 2 * (moe.intermediate + card.hidden) + 4 + (moe.intermediate + 4 if quantization == "fp8" else 0)
+    blocks = 3 * 4 * (pairs // EXPERT_BLOCK + moe.experts + 1)
+    return pairs * each + 2 * 4 * programs * moe.experts + blocks
 
 
 def activation_bytes_per_token(card: ModelCard, *, quantization: str, kv_groups: int) -> int:
@@ -91,8 +121,17 @@ def activation_bytes_per_token(card: ModelCard, *, quantization: str, kv_groups:
     qkv = q + 2 * card.kv_heads * card.head_dim
     ropes = 2 if card.rope_local is not None else 1
     floats = card.hidden + ropes * (card.rope.rotary_dims or card.head_dim)
-    halves = (4 if card.sandwich_norms else 3) * card.hidden + qkv + 2 * q + 3 * card.intermediate
-    quants = card.hidden + q + card.intermediate + 3 * 4 if quantization == "fp8" else 0
+    inner = card.intermediate if _dense_layers(card) else 0
+    wide = inner  # of gate and up side by side, in one buffer for all
+    halves = (4 if card.sandwich_norms else 3) * card.hidden + qkv + 2 * q
+    if card.moe is not None:
+        floats += card.moe.experts + 2 * card.moe.per_token + card.moe.shared_gate
+        if card.moe.shared_intermediate:
+            halves += card.hidden
+            wide = max(wide, card.moe.shared_intermediate)
+            inner += card.moe.shared_intermediate if card.moe.shared_intermediate != card.intermediate else 0
+    halves += inner + 2 * wide
+    quants = card.hidden + q + inner + 3 * 4 if quantization == "fp8" else 0
     layout = 4 * (2 + kv_groups)  # id, position, and where its key goes in each pool
     return 4 * floats + 2 * halves + quants + layout
 
@@ -141,6 +180,11 @@ def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
         ),
         ("CUDA", CONTEXT_BYTES, "context, libraries and loaded kernels"),
         ("activations", step * each, f"{step} tokens x {each} bytes, reused by every layer"),
+        (
+            "experts",
+            expert_bytes(card, quantization=sizes.quantization, max_tokens_per_step=step),
+            f"{step} tokens at {card.moe.per_token} experts each: inner values, answers, order" if card.moe else "",
+        ),
         ("logits", rows * vocabulary * 4, f"{rows} rows x {vocabulary} float32"),
         (
             "sampler",
@@ -160,6 +204,7 @@ def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
         ),
         ("rounding", tensors * ROUNDING_BYTES, f"{tensors} large tensors, each rounded up to whole steps of 2 MiB"),
     ]
+    lines = [line for line in lines if line[0] != "experts" or card.moe is not None]
     if not card.tied_embeddings:
         lines.insert(1, ("embedding table", 2 * table_values(card), f"{vocabulary} x {card.hidden} bf16"))
     if sizes.graphs:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from tradewind.config.card import ModelCard
+from tradewind.config.goals import Late, PolicyName
 from tradewind.config.hardware import Hardware
 from tradewind.contract.kv import KVFormat, KVGroup
 
@@ -42,6 +43,27 @@ class CachePlan(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: bool
 
 
+class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Targets of one class of traffic, seconds; None: it has none."""
+
+    name: str
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+    late: Late = "demote"
+    output_tokens: int = 128
+    """A typical answer; most requests allow far longer ones than they get."""
+
+
+class StepCostPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A step's time before anything was measured: the greater of reading the weights and computing the tokens, and the keys read."""
+
+    base_s: float
+    token_s: float
+    context_s: float = 0.0
+    """For each token that a row reads from the cache."""
+
+
 class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step and the queue's order."""
 
@@ -50,7 +72,7 @@ class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_step: int
     """Token budget of a step, prefill chunks and decode rows together."""
     max_context: int
-    policy: Literal["arrival", "fair", "priority"]
+    policy: PolicyName
     steps_in_flight: int
     """1: decide after collect; 2: decide step N + 1 while step N runs."""
     age_limit_s: float
@@ -59,6 +81,13 @@ class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A sequence evicted this often is never evicted again."""
     whole_prompts: bool = False
     """A prompt is computed in one step, never in chunks: an encoder's tokens see those behind them too."""
+    classes: tuple[ClassPlan, ...] = ()
+    tenant_weights: dict[str, float] = {}
+    """Under `fair`, and under `slo` among those that have no target or cannot meet it; who is not named has 1."""
+    patience_s: float = 10.0
+    """Under `slo`, a request behind those with targets that waited longer than this gets each fourth start."""
+    step_cost: StepCostPlan | None = None
+    """What `slo` paces steps with where nobody hands it better times; it is corrected by what steps take."""
 
 
 class NumericsPlan(msgspec.Struct, frozen=True, kw_only=True):

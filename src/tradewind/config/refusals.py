@@ -132,10 +132,15 @@ def larger_limit(attempt: Attempt, *, context: int, room: float) -> str | None:
 
 def fitting_context(attempt: Attempt, *, below: int) -> str | None:
     """The longest advisable context that fits, if any."""
-    for context in range((below - 1) // CONTEXT_STEP * CONTEXT_STEP, 0, -CONTEXT_STEP):
-        if attempt.need(context=context) <= attempt.limit:
-            return f"--max-context {context}"
-    return None
+    # A longer context never needs less, so the border is found by halving: a refusal is asked for often (conflicts).
+    fits, over = 0, (below - 1) // CONTEXT_STEP + 1
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        if attempt.need(context=middle * CONTEXT_STEP) <= attempt.limit:
+            fits = middle
+        else:
+            over = middle
+    return f"--max-context {fits * CONTEXT_STEP}" if fits else None
 
 
 def smaller_kv(attempt: Attempt, *, context: int) -> str | None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from tradewind.config import choices, ledger
 from tradewind.config.card import ModelCard
+from tradewind.config.conflicts import explained
 from tradewind.config.goals import Goals, Means
 from tradewind.config.habits import Habits, habits_of
 from tradewind.config.hardware import Hardware
@@ -23,6 +24,8 @@ from tradewind.config.ledger import Shape, fixed_lines, total_bytes
 from tradewind.config.plan import CachePlan, NumericsPlan, Plan, Reason, SchedulePlan
 from tradewind.config.refusals import SHORTEST_CONTEXT, Attempt, refuse_memory
 from tradewind.config.sizes import show_bytes
+from tradewind.config.targets import class_plans, step_cost
+from tradewind.contract.errors import UserError
 
 AGE_LIMIT_S = {"latency": 2.0, "balanced": 5.0, "memory": 5.0, "throughput": 30.0}
 MAX_PREEMPTIONS = 3
@@ -38,17 +41,34 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     """Decides everything that the assembler needs; changes nothing.
 
     missing: backend name -> why it cannot be used here (for example "the C++ library was not built"). Raises UserError for goals that are
-    out of range or contradict each other, LimitError when memory or the model's context is too small.
+    out of range or contradict each other, LimitError when memory or the model's context is too small; the sentence names the smallest
+    set of what was asked for that cannot be had together (conflicts).
     """
+
+    def decide(asked: Goals) -> Plan:
+        return decided(asked, card, hardware, missing=missing or {})
+
+    try:
+        return decide(goals)
+    except UserError as error:
+        raise explained(error, goals, decide) from None
+
+
+def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mapping[str, str]) -> Plan:
+    """The choices, one after the other; the first that cannot be made raises."""
     choices.check_goals(goals)
     means = goals.means
-    backend, why_backend = choices.choose_backend(means, card=card, hardware=hardware, missing=missing or {})
+    backend, why_backend = choices.choose_backend(means, card=card, hardware=hardware, missing=missing)
     habits = habits_of(goals.scenario, backend=backend)
+    typical = choices.typical_tokens(goals)
+    if typical is not None:
+        habits = replace(habits, tokens_each=typical)
+    numerics = choices.numerics_scenario(goals)
     quantization, why_quantization = choices.choose_quantization(
-        means, card=card, hardware=hardware, scenario=goals.scenario, backend=backend
+        means, card=card, hardware=hardware, scenario=numerics, backend=backend
     )
     compute, why_compute = choices.choose_compute(
-        means, card=card, hardware=hardware, backend=backend, quantization=quantization, scenario=goals.scenario
+        means, card=card, hardware=hardware, backend=backend, quantization=quantization, scenario=numerics
     )
     kv_format, why_kv = choices.choose_kv_format(means, card=card, hardware=hardware, backend=backend, compute=compute)
     page_tokens, why_page = choices.choose_page_tokens(means, backend=backend)
@@ -58,11 +78,19 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware, backend=backend, threads=threads)
     deterministic, why_deterministic = choices.choose_deterministic(means, backend=backend)
     load_format, why_load = choices.choose_load_format(means)
-    policy, why_policy = choices.choose_policy(means)
+    classes = class_plans(goals)
+    policy, why_policy = choices.choose_policy(
+        means,
+        targets=any(one.ttft_s or one.tpot_s or one.e2e_s for one in classes),
+        weights=bool(goals.tenants),
+        priorities=any(one.match.priority is not None for one in goals.classes),
+    )
     prefix_cache, why_prefix = choices.choose_prefix_cache(means, card=card)
     limit, why_limit = choices.choose_limit(goals, hardware=hardware)
     wanted_context = choices.choose_wanted_context(goals, card=card)
-    step, why_step = choices.choose_step(means, habits=habits, card=card, hardware=hardware, tpot_ms=goals.tpot_ms)
+    step, why_step = choices.choose_step(
+        means, habits=habits, card=card, hardware=hardware, tpot_ms=goals.tpot_ms, paced=policy == "slo"
+    )
     if not card.causal and step < wanted_context:
         why_step = amended(
             why_step, value=str(wanted_context), note="an encoder computes a text in one step, so the longest must fit"
@@ -109,6 +137,7 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         amended(why_step, value=str(shape.max_tokens_per_step), note=cut),
         amended(why_running, value=str(shape.max_running), note=cut_running),
         why_policy,
+        *choices.quality_reasons(goals, compute=compute),
         why_prefix,
         why_overlap,
         why_tape,
@@ -141,6 +170,9 @@ def resolve(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             age_limit_s=AGE_LIMIT_S[goals.scenario],
             max_preemptions=MAX_PREEMPTIONS,
             whole_prompts=not card.causal,
+            classes=classes,
+            tenant_weights=goals.tenants,
+            step_cost=step_cost(card, hardware, shape=shape, groups=pools.groups) if policy == "slo" else None,
         ),
         numerics=NumericsPlan(
             backend=backend,

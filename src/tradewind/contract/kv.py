@@ -19,7 +19,8 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one page table because they keep the same tokens.
 
     A page holds `page_tokens` consecutive tokens of one sequence for *all* layers of the group. With kind "window" the
-    layer at position p reads positions p - window + 1 .. p, so pages wholly before that are dropped.
+    layer at position p reads positions p - window + 1 .. p, so pages wholly before that are dropped. With kind "latent" a token has one
+    vector of `head_dim` numbers, which keys and values of all heads are made of, and `kv_heads` is 1.
     """
 
     index: int
@@ -32,7 +33,11 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
 
     @property
+    def values_per_token(self) -> int:
+        """Numbers that a layer keeps of a token: keys and values of all heads, or one latent."""
+        return (1 if self.kind == "latent" else 2) * self.kv_heads * self.head_dim
+
+    @property
     def bytes_per_page(self) -> int:
         """Bytes of one page over all layers of the group, keys and values together."""
-        per_token = 2 * self.kv_heads * self.head_dim * BYTES_PER_ELEMENT[self.format]
-        return len(self.layers) * self.page_tokens * per_token
+        return len(self.layers) * self.page_tokens * self.values_per_token * BYTES_PER_ELEMENT[self.format]

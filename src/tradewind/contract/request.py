@@ -112,6 +112,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Lower is served sooner (as in vLLM); 0 is normal."""
     tenant: str = ""
+    traffic_class: str = ""
+    """Which of the plan's classes of traffic it belongs to, and so which targets it has; empty: none."""
     cache_salt: str = ""
     adapter: str = ""
     grammar: str | None = None

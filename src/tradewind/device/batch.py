@@ -53,5 +53,7 @@ class ForwardBatch:
     layer_group: tuple[int, ...]
     """By layer: which KV group it belongs to."""
     scratch: Scratch
+    adapters: Tensor = None
+    """int32 [T]: the bank slot of each token's adapter, -1 where it has none; None where the model serves no adapters."""
     angles: dict[str, Tensor] = field(default_factory=dict)
     """Rope angles of this step by rope name, computed once per step by the model before its layers."""

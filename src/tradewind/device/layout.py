@@ -31,6 +31,8 @@ class StepArrays:
     lengths: Ints
     write_slots: tuple[Ints, ...]
     page_table: tuple[Ints, ...]
+    token_slot: Ints
+    """The sequence slot of each token."""
 
     @staticmethod
     def allocate(*, capacity: int, rows: int, slots: Slots) -> StepArrays:
@@ -44,6 +46,7 @@ class StepArrays:
             lengths=np.zeros(rows, np.int32),
             write_slots=tuple(np.zeros(capacity, np.int32) for _ in slots.groups),
             page_table=tuple(np.zeros((rows, table.shape[1]), np.int32) for table in slots.page_table),
+            token_slot=np.zeros(capacity, np.int32),
         )
 
 
@@ -63,6 +66,7 @@ def lay_out(step: Step, slots: Slots, into: StepArrays) -> None:
     else:
         token_slot = np.repeat(slot, count)
         positions = np.arange(total, dtype=np.int32) + np.repeat(start + count - ends, count)
+    into.token_slot[:total] = token_slot
     into.positions[:total] = positions
     into.ids[:total] = slots.tokens[token_slot, positions]
     for index, group in enumerate(slots.groups):

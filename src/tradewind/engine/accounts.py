@@ -9,6 +9,9 @@ that the running requests can hold together:
       counters differ by at most      2 M           the one that starts was behind; what runs of it can add no more
       service differs by at most      4 M           over any such time, however much more one of them asks for
 
+With weights a counter grows by tokens / weight, so that who has twice the weight is served twice as much while both wait; counters then
+differ by at most 2 M / the least weight.
+
 What the prefix cache had is known only when a request starts, after the turns of its step were given out: the first bound grows by what the
 starts of one step found there.
 
@@ -18,7 +21,7 @@ last that did. Whoever was above that stays there, so that leaving and coming ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 GENERATED = 2
 """What a generated token counts, where a computed prompt token counts 1."""
@@ -29,17 +32,25 @@ REMEMBERED = 4096
 class Account:
     """One tenant's counter."""
 
-    __slots__ = ("served", "tenant")
+    __slots__ = ("served", "tenant", "weight")
 
-    def __init__(self, tenant: str) -> None:
+    def __init__(self, tenant: str, *, weight: float = 1.0) -> None:
         self.tenant = tenant
-        self.served = 0
+        self.weight = weight
+        self.served = 0.0
+        """Virtual tokens, divided by the weight."""
+
+    def charge(self, tokens: int) -> None:
+        """Counts virtual tokens."""
+        self.served += tokens / self.weight
 
 
 class Accounts:
     """Every tenant's counter; written by the scheduler and its queue only."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights` by tenant, over 0; 1 for who is not in it."""
+        self._weights = weights or {}
         self._by_tenant: dict[str, Account] = {}
         """In order of the last request that came."""
         self.last: Account | None = None
@@ -50,13 +61,13 @@ class Accounts:
 
     def of(self, tenant: str) -> Account:
         """The tenant's account, opened if it has none."""
-        account = self._by_tenant.pop(tenant, None) or Account(tenant)
+        account = self._by_tenant.pop(tenant, None) or Account(tenant, weight=self._weights.get(tenant, 1.0))
         self._by_tenant[tenant] = account
         return account
 
     def lift(self, account: Account, *, among: Iterable[Account]) -> None:
         """Brings a tenant that had nobody waiting up to the level of those that have; forgets who is remembered too long."""
-        floor = min((other.served for other in among), default=self.last.served if self.last is not None else 0)
+        floor = min((other.served for other in among), default=self.last.served if self.last is not None else 0.0)
         account.served = max(account.served, floor)
         if len(self._by_tenant) > REMEMBERED:
             waiting = set(among)
@@ -68,4 +79,4 @@ class Accounts:
     def generated(self, account: Account | None, tokens: int) -> None:
         """Charges for tokens that were generated."""
         assert account is not None, "a sequence runs that was never in the queue"
-        account.served += GENERATED * tokens
+        account.charge(GENERATED * tokens)

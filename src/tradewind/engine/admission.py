@@ -20,7 +20,8 @@ from tradewind.contract.events import Cause, Delayed, Held, Scheduled, Woken
 from tradewind.contract.grammar import GrammarGate
 from tradewind.engine.budget import room_for_more
 from tradewind.engine.columns import Report
-from tradewind.engine.queue import Policy, WaitingQueue
+from tradewind.engine.policies import Policy
+from tradewind.engine.queue import WaitingQueue
 from tradewind.engine.running import Running
 from tradewind.engine.seen import SeenPrefixes
 from tradewind.engine.sequence import Sequence, State
@@ -139,31 +140,56 @@ class Admission:
         elif sequence in self.compiling:
             self.compiling.remove(sequence)
 
+    def cached(self, sequence: Sequence) -> int:
+        """How many leading tokens of a sequence that comes are in the prefix cache now; changes nothing."""
+        return self._found(sequence) * self._cache.page_tokens
+
     # -- admitting ---------------------------------------------------------------------------------------------------
 
-    def admit(self, now: float, budget: int, *, step: int) -> None:
-        """Gives slots and pages to waiting sequences in queue order, as far as `budget` tokens leave room for their prompts."""
+    def admit(
+        self, now: float, budget: int, *, step: int, admits: Callable[[Sequence, int], bool] | None = None
+    ) -> None:
+        """Gives slots and pages to waiting sequences in queue order, as far as `budget` tokens leave room for their prompts.
+
+        `admits`: whether one may start beside so many that run; those that may not are passed over.
+        """
         running = self._running
         if not len(self.queue):
             self._hold_up(None, None, now)
             return
-        if not running.changed:
+        if not running.changed and not self._policy.timed:
             return
         running.changed = False
-        cause, first = self._admit(now, budget, step)
+        self.queue.advance(now)
+        cause, first = self._admit(now, budget, step, admits)
         self._hold_up(cause if len(self.queue) else None, first, now)
 
-    def _admit(self, now: float, budget: int, step: int) -> tuple[Cause | None, Sequence | None]:
+    def _admit(
+        self, now: float, budget: int, step: int, admits: Callable[[Sequence, int], bool] | None
+    ) -> tuple[Cause | None, Sequence | None]:
         """See `admit`; what holds up those that stay, and the first that it holds up."""
         running = self._running
+        timed = self._policy.timed
         room = room_for_more(running.spans(), budget)
         slots_spoken_for = misses = 0
         cause: Cause | None = None
         first: Sequence | None = None
-        for sequence in self.queue.first(len(running.free_slots) + MISSES_PER_STEP):
+        # Those who may not start now must not hide those who may.
+        looked_at = len(self.queue) if admits is not None else len(running.free_slots) + MISSES_PER_STEP
+        for sequence in self.queue.first(looked_at):
+            if admits is not None and not admits(sequence, len(running.rows) - len(running.free_slots)):
+                continue
+            if timed:
+                room = room_for_more(running.spans(before=sequence), budget)
             if room <= 0:
                 running.changed = True
                 return ("tokens", sequence) if first is None else (cause, first)
+            reserved = self._policy.reserved_slots(sequence)
+            if reserved and len(running.free_slots) <= reserved:
+                self._delay(sequence, now, "slot", lambda: "the slots left are kept for requests with targets")
+                if first is None:
+                    cause, first = "slot", sequence
+                continue
             if not running.free_slots:
                 if slots_spoken_for >= len(running.draining) and not self._evict_for_slot(sequence, now):
                     self._delay(sequence, now, "slot", lambda: "all slots are in use")
@@ -174,7 +200,7 @@ class Admission:
                         cause, first = "slot", sequence
                     continue
             found = self._found(sequence)
-            lack = self._lack_at_best(sequence, found)
+            lack = self._lack_at_best(sequence, found, keep=reserved)
             if not any(lack):
                 if self._hold(sequence, found, now):
                     continue
@@ -199,11 +225,17 @@ class Admission:
             return limit if self._sharing_parent(sequence) is not None else 0
         return self._cache.match(sequence.namespace, sequence.chunks(self._cache.page_tokens), limit=limit)
 
-    def _lack_at_best(self, sequence: Sequence, found: int) -> list[int]:
-        """By group, a lower bound of the pages that lack when `found` chunks can be shared; cheap, changes nothing."""
+    def _lack_at_best(self, sequence: Sequence, found: int, *, keep: int) -> list[int]:
+        """By group, a lower bound of the pages that lack when `found` chunks can be shared; cheap, changes nothing.
+
+        keep: slots that are kept from it; of the pages the same part is, unless it would be alone.
+        """
         peak, spare = self._need(sequence)
+        slots = len(self._running.rows)
+        if len(self._running.free_slots) == slots:
+            keep = 0
         return [
-            max(0, most - found + more - self._cache.available(group))
+            max(0, most - found + more + self._cache.pools[group].total * keep // slots - self._cache.available(group))
             for group, (most, more) in enumerate(zip(peak, spare, strict=True))
         ]
 
@@ -347,14 +379,13 @@ class Admission:
             if s is not None and s.state is State.RUNNING and s.preemptions < limit and s not in self._running.entered
         ]
 
-    def _less_urgent(self, sequence: Sequence) -> list[Sequence]:
-        """Running ones that may be evicted to let this one in: of lower priority, also when ageing is counted."""
-        priority = sequence.request.priority
-        return [s for s in self.evictable() if s.request.priority > priority and s.order > sequence.order]
+    def _less_urgent(self, sequence: Sequence, now: float) -> list[Sequence]:
+        """Running ones that may be evicted to let this one in."""
+        return [s for s in self.evictable() if self._policy.may_evict(s, sequence, now)]
 
     def _evict_for_slot(self, sequence: Sequence, now: float) -> bool:
         """Under a policy that preempts, takes the slot of the least urgent one; False when there is nobody to give way."""
-        victim = self._policy.victim(self._less_urgent(sequence)) if self._policy.preempts else None
+        victim = self._policy.victim(self._less_urgent(sequence, now)) if self._policy.preempts else None
         if victim is None:
             return False
         self._preempt(victim, now, sequence.id, "slot")
@@ -368,7 +399,7 @@ class Admission:
         if not self._policy.preempts:
             return False
         victims: list[Sequence] = []
-        candidates = self._less_urgent(sequence)
+        candidates = self._less_urgent(sequence, now)
         while any(need > more for need, more in zip(lack, coming, strict=True)):
             victim = self._policy.victim(candidates)
             if victim is None:

@@ -43,6 +43,17 @@ def split(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) 
     return counts
 
 
+def split_in_order(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) -> list[int]:
+    """The same where the order says who is urgent: each gets all that it can use before the next gets any."""
+    counts = []
+    for start, remaining in prompts:
+        counts.append(aligned_chunk(start, remaining, budget, page_tokens=page_tokens))
+        budget -= counts[-1]
+    if prompts and budget > 0 and not any(counts):
+        counts[0] = min(prompts[0][1], budget)
+    return counts
+
+
 def split_whole(prompts: Sequence[tuple[int, int]], budget: int) -> list[int]:
     """The same where no prompt may be cut: in queue order, each that still fits. The first always does when it fits into a step."""
     counts = []

@@ -100,6 +100,11 @@ class EngineLoop:
         """Whether the executor has all that it needs; until then a first step of some size may take longer. For whoever measures."""
         return bool(getattr(self._executor, "prepared", True))
 
+    @property
+    def waits_on(self) -> str:
+        """What the executor waits for besides computing ("disk: ..."), where it says so; may be read from any thread."""
+        return str(getattr(self._executor, "waits_on", ""))
+
     def check(self, request: Request) -> None:
         """Raises what `add` would raise for a request that can never run; changes nothing, may be called from any thread."""
         if self.dead is not None:

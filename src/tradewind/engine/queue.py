@@ -1,28 +1,34 @@
-"""Who is served next, and who gives way.
+"""Waiting sequences in order: by one number each, by tenants' turns, or by the slack that is left.
 
-Knows: the order of waiting sequences under a policy. Refuses to know: pages, slots, budgets.
+Knows: how an order is kept as sequences come, go and time passes. Refuses to know: which order is wanted (policies), pages, slots, budgets.
 
-A policy brings its queue. Where the order is a number that each sequence has from the moment it waits, smaller is sooner, the queue is a
-sorted list with binary insertion, never sorted again. Ageing fits in, because "priority minus seconds waited / age_s" orders two sequences
-the same way at any time:
+Where the order is a number that each sequence has from the moment it waits, smaller is sooner, the queue is a sorted list with binary
+insertion, never sorted again. Ageing fits in, because "priority minus seconds waited / age_s" orders two sequences the same way always:
 
       p1 - (now - t1) / a  <  p2 - (now - t2) / a     <=>     p1 * a + t1  <  p2 * a + t2
 
-Fairness between tenants does not fit in, because whose turn it is changes with every token: that policy has a queue for each tenant.
+Fairness between tenants does not fit in, because whose turn it is changes with every token: that queue has a list for each tenant. Nor does
+slack, because who cannot meet its target any more must not hold up those that can: that queue has two lists, and time moves from one to the
+other.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
+from math import inf
 from typing import Protocol
 
 from tradewind.engine.accounts import Account, Accounts
 from tradewind.engine.sequence import Sequence
 
-AGE_S_PER_LEVEL = 10.0
-"""Waiting this long is worth one level of priority."""
+OVERDUE_EVERY = 4
+"""Each so many-th start goes to those behind the ones with targets, once they have waited too long."""
+
+
+BEHIND_S = 1e9
+"""Who has no target comes after all that have, also among those that run: so much later than it came."""
 
 
 class WaitingQueue(Protocol):
@@ -44,69 +50,8 @@ class WaitingQueue(Protocol):
     def take(self, sequence: Sequence, *, start: int) -> None:
         """Takes a sequence out that starts, computing its tokens from `start` on."""
 
-
-class Policy(Protocol):
-    """The queue's order and the choice of a victim."""
-
-    preempts: bool
-    """Whether a waiting sequence may evict running ones to get in."""
-    accounts: Accounts | None
-    """Who is charged for generated tokens; None where the order does not depend on service."""
-
-    def queue(self) -> WaitingQueue:
-        """A new, empty queue in this order."""
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence | None:
-        """Who gives its pages back first; None when nobody is there."""
-
-
-class ArrivalPolicy:
-    """First come, first served; the last to come gives way."""
-
-    preempts = False
-    accounts: Accounts | None = None
-
-    def queue(self) -> WaitingQueue:
-        return SortedQueue(lambda sequence: sequence.arrived_s)
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence | None:
-        return max(running, key=_key, default=None)
-
-
-class FairPolicy:
-    """The tenant that was served least comes next (virtual token counters); the last to come of the one served most gives way."""
-
-    preempts = False
-
-    def __init__(self) -> None:
-        self.accounts: Accounts | None = Accounts()
-
-    def queue(self) -> WaitingQueue:
-        assert self.accounts is not None
-        return FairQueue(self.accounts)
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence | None:
-        return max(running, key=lambda s: (s.account.served if s.account else 0, *_arrival(s)), default=None)
-
-
-class PriorityPolicy:
-    """Lower numbers first, with ageing so that nothing starves; the least urgent gives way."""
-
-    preempts = True
-    accounts: Accounts | None = None
-
-    def queue(self) -> WaitingQueue:
-        return SortedQueue(lambda sequence: sequence.request.priority * AGE_S_PER_LEVEL + sequence.arrived_s)
-
-    def victim(self, running: Iterable[Sequence]) -> Sequence | None:
-        return max(running, key=_key, default=None)
-
-
-POLICIES: dict[str, type[Policy]] = {
-    "arrival": ArrivalPolicy,
-    "fair": FairPolicy,
-    "priority": PriorityPolicy,
-}
+    def advance(self, now: float) -> None:
+        """Lets time pass: who is too late for its target changes place."""
 
 
 def _key(sequence: Sequence) -> tuple[float, int]:
@@ -147,6 +92,9 @@ class SortedQueue:
         """See WaitingQueue."""
         self.remove(sequence)
 
+    def advance(self, now: float) -> None:
+        """See WaitingQueue. Nothing changes: all grow older alike."""
+
 
 class FairQueue:
     """A queue for each tenant, in order of arrival; the tenant served least comes next, among equals the one that waits longest.
@@ -178,7 +126,9 @@ class FairQueue:
             own = self._tenants[account]
             out.append(own[at])
             if at + 1 < len(own):
-                heapreplace(turns, (served + _owes(own[at], start=0), *_arrival(own[at + 1]), at + 1, account))
+                heapreplace(
+                    turns, (served + owes(own[at], start=0) / account.weight, *_arrival(own[at + 1]), at + 1, account)
+                )
             else:
                 heappop(turns)
         return out
@@ -209,10 +159,139 @@ class FairQueue:
         self.remove(sequence)
         assert sequence.account is not None
         sequence.order = float(sequence.account.served)
-        sequence.account.served += _owes(sequence, start=start)
+        sequence.account.charge(owes(sequence, start=start))
+
+    def advance(self, now: float) -> None:
+        """See WaitingQueue. Whose turn it is depends on service, not on time."""
 
 
-def _owes(sequence: Sequence, *, start: int) -> int:
+class SlackQueue:
+    """Those that can still meet their target by the latest moment they may start; behind them the others, in the order of `rest`.
+
+         timely    c3 (start by 4.1)   c1 (4.4)   c7 (6.0)           rest    b1   b2   c2 (was too late at 3.9)
+         starts    c3 c1 c7 b1 b2 c2                                 while nobody in `rest` is overdue
+                   c3 c1 c7 b1 c8 c9 c10 b2                          once the next of it waited longer than `patience_s`
+
+    So who waits in `rest` longer than that, with k before it there, starts within OVERDUE_EVERY * (k + 1) starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        latest: Callable[[Sequence], float],
+        stays: Callable[[Sequence], bool],
+        rest: WaitingQueue,
+        patience_s: float,
+        accounts: Accounts | None = None,
+    ) -> None:
+        """`latest(sequence)`: when it must start to meet its target, inf without one; `stays`: it keeps its place when that has passed.
+
+        `accounts` are those of `rest`, where that has any: who is served before it is charged, too.
+        """
+        self._latest, self._stays, self._rest, self._patience_s = latest, stays, rest, patience_s
+        self._accounts = accounts
+        self._timely: list[Sequence] = []
+        self._behind: set[Sequence] = set()
+        """Those in `rest`."""
+        self._since = 0
+        """Starts since the last one out of `rest`."""
+        self._now = -inf
+
+    def __len__(self) -> int:
+        return len(self._timely) + len(self._rest)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.first(len(self)))
+
+    def urgent_tokens(self, most: int, *, before: float) -> int:
+        """Tokens of prompts that must start before then, as far as `most`; changes nothing."""
+        total = 0
+        for sequence in self._timely:
+            if total >= most or sequence.order >= before:
+                break
+            total += sequence.known
+        return min(total, most)
+
+    def before(self, order: float) -> list[Sequence]:
+        """Timely ones that must start by `order` or sooner: those before one that comes now and must, too. Changes nothing."""
+        return self._timely[: bisect_left(self._timely, (order, inf), key=_key)]
+
+    @property
+    def timely(self) -> int:
+        """How many can still meet their targets."""
+        return len(self._timely)
+
+    def first(self, count: int) -> list[Sequence]:
+        """See WaitingQueue."""
+        rest = self._rest.first(count)
+        if not rest:
+            return self._timely[:count]
+        out: list[Sequence] = []
+        timely = own = 0
+        since = self._since
+        while len(out) < count and (timely < len(self._timely) or own < len(rest)):
+            overdue = own < len(rest) and self._now - rest[own].arrived_s > self._patience_s
+            if own < len(rest) and (timely == len(self._timely) or (overdue and since >= OVERDUE_EVERY - 1)):
+                out.append(rest[own])
+                own, since = own + 1, 0
+            else:
+                out.append(self._timely[timely])
+                timely, since = timely + 1, since + 1
+        return out
+
+    def push(self, sequence: Sequence) -> None:
+        """See WaitingQueue."""
+        latest = self._latest(sequence)
+        if latest == inf or (latest < self._now and not self._stays(sequence)):
+            self._put_behind(sequence)
+        else:
+            sequence.order = latest
+            insort(self._timely, sequence, key=_key)
+
+    def remove(self, sequence: Sequence) -> None:
+        """See WaitingQueue."""
+        if sequence in self._behind:
+            self._behind.remove(sequence)
+            self._rest.remove(sequence)
+        else:
+            _take_out(self._timely, sequence, _key)
+
+    def take(self, sequence: Sequence, *, start: int) -> None:
+        """See WaitingQueue."""
+        if sequence in self._behind:
+            self._since = 0
+            self._behind.remove(sequence)
+            self._rest.take(sequence, start=start)
+            # Beside those with targets it comes last, whatever the order among its like is made of.
+            sequence.order = BEHIND_S + sequence.arrived_s
+        else:
+            self._since += 1
+            _take_out(self._timely, sequence, _key)
+            if self._accounts is not None:
+                if sequence.account is None:
+                    sequence.account = self._accounts.of(sequence.request.tenant)
+                sequence.account.charge(owes(sequence, start=start))
+
+    def demote(self, sequence: Sequence) -> None:
+        """Puts a timely one behind, as if it were too late."""
+        _take_out(self._timely, sequence, _key)
+        self._put_behind(sequence)
+
+    def advance(self, now: float) -> None:
+        """See WaitingQueue."""
+        self._now = now
+        late = bisect_left(self._timely, (now, -1), key=_key)
+        for sequence in [s for s in self._timely[:late] if not self._stays(s)]:
+            self.demote(sequence)
+
+    def _put_behind(self, sequence: Sequence) -> None:
+        self._behind.add(sequence)
+        self._rest.push(sequence)
+        if self._accounts is not None:
+            sequence.order = BEHIND_S + sequence.arrived_s
+
+
+def owes(sequence: Sequence, *, start: int) -> int:
     """What a start is charged: the prompt tokens that it computes, once; who was preempted does not pay for being computed again."""
     return 0 if sequence.preemptions else max(0, sequence.known - start)
 

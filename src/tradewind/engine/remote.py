@@ -56,16 +56,19 @@ class RemoteClient(Client):
         on_reports: Callable[[list[Report]], None] | None = None,
         on_end: Callable[[str | None], str] | None = None,
         on_described: Callable[[str], None] | None = None,
+        on_state: Callable[[Described], None] | None = None,
     ) -> None:
         """The callbacks run in whatever reads the link.
 
         `on_reports` sees everything the engine reports (`engine.columns.spelled_out` makes events of it). `on_end` is told the engine's own
-        reason, if it gave one, when the stream ends, and returns the sentence that open requests end with. `on_described`: see `describe`.
+        reason, if it gave one, when the stream ends, and returns the sentence that open requests end with. `on_described` and
+        `on_state`: see `describe`.
         """
         super().__init__()
         self.ready = ready
         self._link = link
         self._on_reports, self._on_end, self._on_described = on_reports, on_end, on_described
+        self._on_state = on_state
         # Never asked for a page: it only knows how large the real one is.
         self._cache = KVCache(groups=ready.cache.groups, pages=ready.cache.pages, prefix_cache=ready.cache.prefix_cache)
         self._burst = ready.schedule.max_tokens_per_step * ready.schedule.steps_in_flight
@@ -100,7 +103,7 @@ class RemoteClient(Client):
         return self._scheduled.get(request_id)
 
     def describe(self) -> None:
-        """Asks for the scheduler's state as text; it comes to `on_described`, also while a step hangs."""
+        """Asks for the scheduler's state; it comes as text to `on_described` and whole to `on_state`, also while a step hangs."""
         self._post(Describe())
 
     def cancel_all(self) -> None:
@@ -168,6 +171,8 @@ class RemoteClient(Client):
             elif isinstance(message, Described):
                 if self._on_described is not None:
                     self._on_described(message.text)
+                if self._on_state is not None:
+                    self._on_state(message)
             elif isinstance(message, Fatal):
                 self._reason = message.why
                 with self._lock:

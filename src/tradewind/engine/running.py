@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tradewind.cache.lease import KVCache, PageLease
 from tradewind.contract.step import Ints, Move, frozen_ints
-from tradewind.engine.budget import split, split_whole
+from tradewind.engine.budget import split, split_in_order, split_whole
 from tradewind.engine.rows import Rows
 from tradewind.engine.sequence import Sequence, State
 
@@ -172,23 +172,37 @@ class Running:
 
     # -- for the step being decided ----------------------------------------------------------------------------------
 
-    def spans(self) -> list[tuple[int, int]]:
-        """(start, remaining) of every prompt being filled, in queue order; changes nothing."""
+    def spans(self, *, before: Sequence | None = None) -> list[tuple[int, int]]:
+        """(start, remaining) of every prompt being filled, in queue order; with `before` of those before a waiting one. Changes nothing."""
         rows = self.rows
-        return [(int(rows.next[s.slot]), int(rows.fill[s.slot] - rows.next[s.slot])) for s in self.filling]
+        filling = self.filling if before is None else [s for s in self.filling if s.order <= before.order]
+        return [(int(rows.next[s.slot]), int(rows.fill[s.slot] - rows.next[s.slot])) for s in filling]
 
-    def chunks(self, budget: int) -> tuple[list[Sequence], list[int]]:
-        """Prompt chunks of this step: sequences and sizes, with their pages taken."""
+    def fill_start(self) -> int:
+        """Where the first prompt in queue order goes on; 0 when none is being filled. Changes nothing."""
+        return int(self.rows.next[self.filling[0].slot]) if self.filling else 0
+
+    def chunks(
+        self, budget: int, *, in_order: bool = False, last_first: bool = False
+    ) -> tuple[list[Sequence], list[int]]:
+        """Prompt chunks of this step: sequences and sizes, with their pages taken.
+
+        in_order: each before the next, and not shared out; `last_first`: beginning with the last.
+        """
         if not self.filling or budget <= 0:
             return [], []
-        spans = self.spans()
+        filling, spans = self.filling, self.spans()
+        if last_first:
+            filling, spans = filling[::-1], spans[::-1]
         sequences: list[Sequence] = []
         sizes: list[int] = []
         if self._whole_prompts:
             counts = split_whole(spans, budget)
+        elif in_order:
+            counts = split_in_order(spans, budget, page_tokens=self.cache.page_tokens)
         else:
             counts = split(spans, budget, page_tokens=self.cache.page_tokens)
-        for sequence, (start, _), count in zip(self.filling, spans, counts, strict=True):
+        for sequence, (start, _), count in zip(filling, spans, counts, strict=True):
             # Its pages were promised; they can be missing for a moment only, while replaced pages retire.
             if count and self.extend(sequence, start + count):
                 sequences.append(sequence)

@@ -22,14 +22,17 @@ import numpy.typing as npt
 from tradewind.cache.lease import KVCache
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.errors import RequestError
-from tradewind.contract.events import Arrived, Cause, FinishReason, Preempted, StepDone, TokensOut
+from tradewind.contract.events import Arrived, Cause, Delayed, FinishReason, Preempted, StepDone, TokensOut
 from tradewind.contract.grammar import GrammarGate
 from tradewind.contract.request import Request
 from tradewind.contract.step import Enter, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
 from tradewind.engine.admission import WHOLE_PROMPT, Admission, wants_prompt_logprobs
 from tradewind.engine.columns import Report, StepTokens
+from tradewind.engine.degrade import FREE, Degrade
 from tradewind.engine.limits import check_fits
-from tradewind.engine.queue import POLICIES
+from tradewind.engine.pacing import OverloadedError, Pacer, StepSeconds, planned_seconds
+from tradewind.engine.policies import POLICIES, SloPolicy
+from tradewind.engine.queue import OVERDUE_EVERY, SlackQueue
 from tradewind.engine.rows import RECENT, stop_tokens
 from tradewind.engine.running import Flight, Running
 from tradewind.engine.sequence import Sequence, State
@@ -46,8 +49,10 @@ class Scheduler:
         clock: Callable[[], float],
         drafts_per_row: int = 0,
         grammars: GrammarGate | None = None,
+        step_seconds: StepSeconds | None = None,
+        degrade: Degrade | None = None,
     ) -> None:
-        """Without `grammars` a request with a grammar is refused."""
+        """Without `grammars` a request with a grammar is refused. `step_seconds`: what `slo` paces by, better than the plan's own."""
         assert schedule.max_running >= 1 and schedule.max_tokens_per_step >= 1 and schedule.steps_in_flight >= 1
         self.schedule = schedule
         self.cache = KVCache(groups=cache.groups, pages=cache.pages, prefix_cache=cache.prefix_cache)
@@ -56,7 +61,14 @@ class Scheduler:
         """Most tokens of one sequence that can be submitted and not absorbed."""
         self._clock = clock
         self._grammars = grammars
-        self._policy = POLICIES[schedule.policy]()
+        self._degrade = degrade
+        self._pacer: Pacer | None = None
+        if schedule.policy == "slo" and (step_seconds is not None or schedule.step_cost is not None):
+            if step_seconds is None:
+                assert schedule.step_cost is not None
+                step_seconds = planned_seconds(schedule.step_cost)
+            self._pacer = Pacer(schedule, page_tokens=cache.page_tokens, seconds=step_seconds)
+        self._policy = POLICIES[schedule.policy](schedule, _no_time if self._pacer is None else self._pacer.prompt_s)
         self._live: dict[str, Sequence] = {}
         self._out: list[Report] = []
         self._running = Running(cache=self.cache, slots=schedule.max_running, whole_prompts=schedule.whole_prompts)
@@ -124,6 +136,11 @@ class Scheduler:
         """Those that have not ended, for a look from outside; a copy, safe to make in any thread."""
         return list(self._live.values())
 
+    def pace_by(self, step_seconds: StepSeconds) -> None:
+        """Better step times from now on, as after a refit; changes nothing under policies that do not look at them."""
+        if self._pacer is not None:
+            self._pacer.use(step_seconds)
+
     def take_reports(self) -> list[Report]:
         """Everything reported since the last call, in order."""
         out = list(self._out)
@@ -133,17 +150,21 @@ class Scheduler:
     # -- from outside ------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Queues a request. Raises RequestError or LimitError, and changes nothing, when it can never run."""
+        """Queues a request. Raises, and changes nothing: RequestError or LimitError when it can never run, OverloadedError when it cannot
+        meet its target now and its class wants to be told so at once."""
         if request.id in self._live:
             raise RequestError(f"a request with the id '{request.id}' is already there: ids must differ")
         check_fits(request, cache=self.cache, schedule=self.schedule, burst_tokens=self.burst_tokens)
+        if self._degrade is not None:
+            request = self._degrade.come(request, now)
+        # The front's own time, where it is given: what a request waited in the inbox is waiting too.
+        arrived_s = min(now, request.arrived_s) if request.arrived_s > 0 else now
+        sequence = Sequence(request, arrived_s=arrived_s, place=self._places)
+        hopeless = self._judge(sequence, now) if self._pacer is not None else None
         if request.grammar is not None:
             if self._grammars is None:
                 raise RequestError("the request has a grammar, but this engine was started without structured output")
             self._grammars.open(request.grammar)
-        # The front's own time, where it is given: what a request waited in the inbox is waiting too.
-        arrived_s = min(now, request.arrived_s) if request.arrived_s > 0 else now
-        sequence = Sequence(request, arrived_s=arrived_s, place=self._places)
         self._places += 1
         self._live[request.id] = sequence
         if request.deadline_s is not None:
@@ -158,7 +179,40 @@ class Scheduler:
                 taken_s=now,
             )
         )
+        if hopeless is not None:
+            self._out.append(Delayed(request_id=request.id, at_s=now, reason=hopeless))
         self._admission.push(sequence, now)
+
+    def _judge(self, sequence: Sequence, now: float) -> str | None:
+        """Why a request that comes cannot meet its TTFT target; where its class says so it is marked late, or refused (OverloadedError)."""
+        policy, queue, pacer, running = self._policy, self._admission.queue, self._pacer, self._running
+        assert isinstance(policy, SloPolicy) and isinstance(queue, SlackQueue) and pacer is not None
+        own = policy.class_of(sequence)
+        if own is None or own.ttft_s is None:
+            return None
+        latest = policy.latest(sequence)
+        before = queue.before(latest)
+        yielding = sum(1 for s in running.rows.sequences if s is not None and not policy.has_target(s))
+        why = pacer.verdict(
+            own,
+            sequence,
+            running.rows,
+            cached=self._admission.cached(sequence),
+            filling=self._urgent_tokens(latest),
+            waiting=sum(s.known for s in before),
+            turns=len(before) + 1 - len(running.free_slots) - yielding,
+            now=now,
+        )
+        if why is not None and own.late == "refuse":
+            raise OverloadedError(f"the server is too busy: {why}; try again later")
+        sequence.late = why is not None and own.late == "demote"
+        return why
+
+    def _urgent_tokens(self, before: float) -> int:
+        """Tokens left of prompts that run and must go on before then; changes nothing."""
+        running = self._running
+        spans = zip(running.filling, running.spans(), strict=True)
+        return sum(rest for sequence, (_, rest) in spans if sequence.order < before)
 
     def cancel(self, request_id: str, now: float) -> None:
         """Ends a request in any state with "abort"; unknown ids are ignored, for they may just have ended."""
@@ -178,6 +232,8 @@ class Scheduler:
     def fail_all(self, now: float, *, error: str) -> None:
         """The executor died: what flies is forgotten, every request ends with "error"."""
         self._running.forget_flights()
+        if self._pacer is not None:
+            self._pacer.forget_flights()
         for sequence in list(self._live.values()):
             self._end(sequence, "error", now, error=error)
         for sequence in self._running.settled():
@@ -201,12 +257,28 @@ class Scheduler:
         self._expire(now)
         for sequence, why in self._admission.take_grammars(now):
             self._end(sequence, "error", now, error=why)
-        width = 1 + self.drafts_per_row
+        limits = FREE
+        if self._degrade is not None:
+            limits = self._degrade(now, self._live.values(), flying=self.flying, generated=rows.generated)
+        for sequence in limits.ended:
+            self._end(sequence, "error", now, error=limits.why)
+        running.changed |= limits.changed
+        width = 1 + (self.drafts_per_row if limits.drafts is None else min(limits.drafts, self.drafts_per_row))
         budget = self.schedule.max_tokens_per_step
         decode = self._decode_rows(now, width)
-        self._admission.admit(now, budget - len(decode) * width, step=self._number + 1)
+        room = budget - len(decode) * width
+        pacer = self._pacer
+        if pacer is not None and (running.filling or len(self._admission.queue)):
+            room = pacer.chunk(decode, rows, now, most=room, start=running.fill_start())
+        if limits.chunk_tokens is not None:
+            room = min(room, limits.chunk_tokens)
+        budget = room + len(decode) * width
+        self._admission.admit(now, room, step=self._number + 1, admits=limits.admits)
         decode = decode[rows.decoding[decode]]  # some may have been preempted since
-        filling, sizes = running.chunks(budget - len(decode) * width)
+        # Each so many-th step the last prompts go before those with targets, so that they do not stand still.
+        urgent = pacer is not None
+        turn = urgent and self._number % OVERDUE_EVERY == 0
+        filling, sizes = running.chunks(budget - len(decode) * width, in_order=urgent, last_first=turn)
         if not len(decode) and not filling and not running.entered:
             return None
 
@@ -245,6 +317,15 @@ class Scheduler:
             page_id=page_id,
             moves=running.take_moves(self._number),
         )
+        if pacer is not None:
+            pacer.entered(running.entered)
+            pacer.submitted(
+                rows=len(decode),
+                context=int(start[: len(decode)].sum()),
+                chunk=sum(sizes),
+                start=int(start[len(decode)]) if sizes else 0,
+                now=now,
+            )
         running.left_slots.clear()
         running.entered.clear()
         running.flights.append(
@@ -271,6 +352,13 @@ class Scheduler:
         if self.drafts_per_row:
             ready &= rows.flying == 0  # where its next row starts is known when the guesses are judged
         slots = np.flatnonzero(ready).astype(np.int32)
+        if self._pacer is not None and len(slots):
+            queue = self._admission.queue
+            soon = now + self._pacer.horizon_s
+            urgent = self._urgent_tokens(soon)
+            if isinstance(queue, SlackQueue):
+                urgent += queue.urgent_tokens(self.schedule.max_tokens_per_step, before=soon)
+            slots = self._pacer.rows(slots, rows, now, urgent=urgent)
         most = max(1, self.schedule.max_tokens_per_step // width)
         if len(slots) > most:  # more rows than budget: everyone in turn
             self._turn = (self._turn + most) % len(slots)
@@ -365,6 +453,8 @@ class Scheduler:
             self._charge(live, brought[valid])
         if len(result.tokens):
             self._take_tokens(result, flight, valid, brought, now)
+        if self._pacer is not None:
+            self._pacer.absorbed(live, rows, now)
         if self.cache.sliding:
             for passed in live[rows.computed[live] >= rows.slide_at[live]].tolist():
                 running.slide(passed)
@@ -555,6 +645,8 @@ class Scheduler:
         if sequence.slot < 0:
             sequence.end()
         else:
+            if self._pacer is not None:
+                self._pacer.ended(now)
             rows.epoch[sequence.slot] += 1  # tokens of it that still fly are dropped
             if sequence.state is State.RUNNING and self._running.leave(sequence):
                 self._settle(sequence, now)
@@ -570,6 +662,8 @@ class Scheduler:
 
     def _settle(self, sequence: Sequence, now: float) -> None:
         """No flying step touches a leaving sequence any more: it gives everything back, and is over or waits again."""
+        if self._pacer is not None:
+            self._pacer.left(sequence.slot)
         self._running.settle(sequence)
         if sequence.finish is not None:
             sequence.end()
@@ -591,6 +685,11 @@ class Scheduler:
             for pool in self.cache.pools:
                 assert pool.leased == 0 and pool.pinned == 0, "pages are leased though nothing runs"
             assert not any(self.cache.promised), "pages are promised though nothing runs"
+
+
+def _no_time(tokens: int) -> float:
+    """How long a prompt takes where nobody knows."""
+    return 0.0
 
 
 def _enter(sequence: Sequence) -> Enter:

@@ -63,10 +63,12 @@ class Sequence:
         "epoch",
         "error",
         "finish",
+        "first_s",
         "flying",
         "generated",
         "held_pages",
         "known",
+        "late",
         "lease",
         "lost_tokens",
         "namespace",
@@ -104,6 +106,10 @@ class Sequence:
         """Counts arrivals; breaks ties of the queue's order."""
         self.order = 0.0
         """Its place among those that run; smaller was sooner."""
+        self.late = False
+        """It cannot meet its target, as was found when it came, and so waits behind those that can."""
+        self.first_s: float | None = None
+        """When its first token came, where somebody paces it."""
         self.account: Account | None = None
         """Its tenant's, where the queue's policy has accounts."""
         self.preemptions = 0

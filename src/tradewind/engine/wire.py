@@ -59,7 +59,7 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):
-    """A fault switch, for tests of what people see: the next step stalls, or the engine dies in the named way."""
+    """A fault switch, for tests of what people see: the next step stalls, waits for a disk or has no memory, or the engine dies."""
 
     do: str
     seconds: float = 0.0
@@ -117,9 +117,13 @@ class Batch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Described(msgspec.Struct, frozen=True, tag=True):
-    """What `stats.describe` says."""
+    """What `stats.describe` says, and the two facts of it that a diagnosis needs."""
 
     text: str
+    doing: tuple[str, float] | None = None
+    """The loop's verb, and for how long; None while the engine is built."""
+    waits_on: str = ""
+    """What the executor waits for, where it says so."""
 
 
 class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -79,6 +79,32 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentUp:
+    """For each head a matrix [N, C] that makes keys of latents and one [V, C] that makes values. Opaque outside kernels; made by
+    `LatentOps.pack_latent`."""
+
+    heads: int
+    nope: int
+    value: int
+    rank: int
+    data: tuple[Tensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankBank:
+    """For one matrix [N, K], room for the low-rank additions of `slots` adapters: A [rank, K] and B [N, rank] each. Opaque outside kernels;
+    made by `AdapterOps.low_rank_bank`."""
+
+    slots: int
+    rank: int
+    n: int
+    k: int
+    data: tuple[Tensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RowTable:
     """A matrix [rows, cols] whose rows are gathered (embedding): bytes as in the file, `format` a GGUF/safetensors format name."""
 
@@ -92,7 +118,8 @@ class RowTable:
 @dataclass(frozen=True, kw_only=True)
 class KVLayer:
     """One layer's pages. Logical shape of k and v: [pages, B, G, D]; the physical layout belongs to the op set
-    (cpu: k is [pages, G, B/16, D, 16] so that 16 keys fill a vector, v is [pages, G, B, D])."""
+    (cpu: k is [pages, G, B/16, D, 16] so that 16 keys fill a vector, v is [pages, G, B, D]).
+    Of latents k is [pages, B, D] and v is empty."""
 
     k: Tensor
     v: Tensor
@@ -326,6 +353,60 @@ class ExpertOps(Ops, Protocol):
         set's own affair, on its device. Only experts that are sent a token are read. gate_up_bias [X, 2F] is gate's then up's, down_bias
         [X, E]. A token's result does not depend on its neighbours. out is not x.
         """
+
+
+class LatentOps(Ops, Protocol):
+    """An op set that computes attention over latents too (MLA). More letters: C numbers of a latent, N and R dims of a query that meet keys
+    made of it and the rotated key that all heads share, V dims of a value. Both forms of the sum are in kernels/reference_mla.py."""
+
+    def latent_layer(self, *, pages: int, page_tokens: int, width: int, format: str) -> KVLayer:
+        """Pages of latents, `width` = C + R numbers a token."""
+
+    def pack_latent(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> LatentUp:
+        """What makes keys [H, N, C] and values [H, V, C] of latents. Never quantised."""
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        angles: Tensor,
+        write_slots: Tensor,
+        kv: KVLayer,
+        *,
+        heads: int,
+        weight: Tensor,
+        eps: float,
+        count: Count,
+    ) -> None:
+        """Turns the last R dims of each head of q [T, H * (N + R)] in place; stores latent [T, C + R] at write_slots, its first C numbers
+        RMS normed with weight [C], its last R turned. Turned are the pairs (2i, 2i + 1); angles [T, R] as of `rope_angles`."""
+
+    def latent_attention(
+        self, q: Tensor, kv: KVLayer, rows: PagedRows, up: LatentUp, *, scale: float, out: Tensor
+    ) -> None:
+        """Causal attention over latents: q [T, H * (N + R)] as `latent_store` left it -> out [T, H * V]. Key of head h at a position:
+        W_k[h] c and the shared rotated key; value: W_v[h] c. Which form computes it is chosen for each row by its price."""
+
+
+class AdapterOps(Ops, Protocol):
+    """An op set that adds low-rank changes of weights too (LoRA), those of many adapters in one step."""
+
+    def low_rank_bank(self, *, slots: int, rank: int, n: int, k: int) -> LowRankBank:
+        """Room for `slots` adapters of at most `rank`, all zeros."""
+
+    def set_low_rank(
+        self, bank: LowRankBank, slot: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+    ) -> None:
+        """Writes an adapter's A [r, K] and B [N, r], r at most the bank's rank; outside recordings, between steps."""
+
+    def add_low_rank(
+        self, x: Tensor, bank: LowRankBank, adapters: Tensor, *, start: int, out: Tensor, count: Count
+    ) -> None:
+        """out[t, start : start + N] += B_s (A_s x[t]), s = adapters[t] (int32 [T]); where s is under 0 the row stays as it is. x [T, K]."""
+
+    def glue(self, x: Tensor, *, activation: Activation, out: Tensor, count: Count) -> None:
+        """out [T, F] = gate and up made one as `Activation` says; x [T, 2F] is gate's, then up's. What `gated_linear` does at its end, for
+        matmuls between whose parts something is added."""
 
 
 @dataclass(frozen=True, kw_only=True)

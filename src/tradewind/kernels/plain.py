@@ -17,12 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tradewind.kernels import reference, reference_moe
+from tradewind.kernels import reference, reference_lora, reference_mla, reference_moe
 from tradewind.kernels.ops import (
     Activation,
     Compute,
     Count,
     KVLayer,
+    LatentUp,
+    LowRankBank,
     PackedExperts,
     PackedMatrix,
     PagedRows,
@@ -128,6 +130,30 @@ class PlainOps:
             head_dim=head_dim,
             format=format,
         )
+
+    def latent_layer(self, *, pages: int, page_tokens: int, width: int, format: str) -> KVLayer:
+        return KVLayer(
+            k=self.empty((pages, page_tokens, width), format), v=self.empty((pages, 0), format), pages=pages, page_tokens=page_tokens,
+            kv_heads=1, head_dim=width, format=format,
+        )  # fmt: skip
+
+    def pack_latent(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> LatentUp:
+        (heads, nope, rank), value = keys.shape, values.shape[1]
+        data = tuple(torch.from_numpy(np.array(each, np.float32, order="C")) for each in (keys, values))
+        nbytes = sum(each.nbytes for each in data)
+        return LatentUp(heads=heads, nope=nope, value=value, rank=rank, data=data, nbytes=nbytes)
+
+    def low_rank_bank(self, *, slots: int, rank: int, n: int, k: int) -> LowRankBank:
+        data = (torch.zeros(slots, rank, k), torch.zeros(slots, n, rank))
+        return LowRankBank(slots=slots, rank=rank, n=n, k=k, data=data, nbytes=sum(each.nbytes for each in data))
+
+    def set_low_rank(
+        self, bank: LowRankBank, slot: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+    ) -> None:
+        for each in bank.data:
+            each[slot] = 0
+        bank.data[0][slot, : len(a)] = torch.from_numpy(np.array(a, np.float32))
+        bank.data[1][slot, :, : len(a)] = torch.from_numpy(np.array(b, np.float32))
 
     def _read(self, raw: npt.NDArray[np.uint8], format: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Float32 values, always in fresh memory."""
@@ -304,6 +330,44 @@ class PlainOps:
             sinks=None if sinks is None else as_torch(sinks),
             causal=causal,
         )
+
+    def latent_store(
+        self,
+        q: Any,
+        latent: Any,
+        angles: Any,
+        write_slots: Any,
+        kv: KVLayer,
+        *,
+        heads: int,
+        weight: Any,
+        eps: float,
+        count: Count,
+    ) -> None:
+        # Not the reference's own function: that one copies all pages to stay pure.
+        n = int(count[0])
+        live, turn = as_torch(q)[:n], as_torch(angles)[:n]
+        kept = reference_mla.latent(as_torch(latent)[:n], turn, as_torch(weight), eps=eps)
+        kv.k.view(-1, kv.head_dim)[as_torch(write_slots)[:n].long()] = kept.to(kv.k.dtype)
+        live.copy_(reference_mla.turned(live, turn, heads=heads))
+
+    def latent_attention(self, q: Any, kv: KVLayer, rows: PagedRows, up: LatentUp, *, scale: float, out: Any) -> None:
+        live = int(rows.rows[0])
+        start = as_torch(rows.query_start)[: live + 1]
+        tokens = int(start[live])
+        as_torch(out)[:tokens] = reference_mla.latent_attention(
+            as_torch(q)[:tokens], kv.k, start, as_torch(rows.lengths)[:live], as_torch(rows.page_table)[:live], *up.data, scale=scale
+        )  # fmt: skip
+
+    def add_low_rank(self, x: Any, bank: LowRankBank, adapters: Any, *, start: int, out: Any, count: Count) -> None:
+        n, (a, b) = int(count[0]), bank.data
+        live, which = as_torch(out)[:n], as_torch(adapters)[:n]
+        live.copy_(reference_lora.add_low_rank(as_torch(x)[:n], a, b, which, live, start=start))
+
+    def glue(self, x: Any, *, activation: Activation, out: Any, count: Count) -> None:
+        n = int(count[0])
+        gate, up = as_torch(x)[:n].chunk(2, -1)
+        as_torch(out)[:n] = reference.glue(gate, up, activation)
 
     def gather_rows(self, x: Any, index: Any, *, out: Any, count: Count) -> None:
         n = int(count[0])

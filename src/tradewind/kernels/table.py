@@ -25,6 +25,7 @@ OPS: dict[str, OpSpec] = {
     for spec in (
         _row("add", tolerance=ROUNDING, cpu="add"),
         _row("add_layer_norm", tolerance=ROUNDING, cpu="add_layer_norm"),
+        _row("add_low_rank", tolerance=ROUNDING, cpu="add_low_rank", module="reference_lora"),
         _row("add_rms_norm", tolerance=ROUNDING, cpu="add_rms_norm"),
         _row("attention", tolerance=ROUNDING, cpu="attention"),
         _row("copy_pages", tolerance=EXACT, cpu=None),
@@ -33,6 +34,9 @@ OPS: dict[str, OpSpec] = {
         _row("gated_linear", tolerance=ROUNDING, cpu="gated_linear"),
         _row("gather_rows", tolerance=EXACT, cpu="gather_rows"),
         _row("gelu", tolerance=ROUNDING, cpu="gelu"),
+        _row("glue", tolerance=ROUNDING, cpu="glue"),
+        _row("latent_attention", tolerance=ROUNDING, cpu="latent_attention", module="reference_mla"),
+        _row("latent_store", tolerance=ROUNDING, cpu="latent_store", module="reference_mla"),
         _row("linear", tolerance=ROUNDING, cpu="linear"),
         _row("logprobs", tolerance=ROUNDING, cpu="logprobs"),
         _row("rms_norm_span", tolerance=ROUNDING, cpu="rms_norm_span"),

@@ -18,6 +18,7 @@ from tradewind.kernels.ops import Count as Count
 from tradewind.kernels.ops import Ops as Ops
 from tradewind.kernels.ops import PackedMatrix, RowTable
 from tradewind.kernels.ops import Tensor as Tensor
+from tradewind.layers.adapters import Adapters
 
 
 class Weights(Protocol):
@@ -25,6 +26,9 @@ class Weights(Protocol):
 
     def at(self, place: str) -> Weights:
         """The same weights seen from a place further inside."""
+
+    def place(self, name: str) -> str:
+        """The whole place of a name here."""
 
     def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> PackedMatrix:
         """Matrices [n, k] at these places, stacked along n in order: place -> n. `sensitive`: never quantised under 8 bits at load."""
@@ -50,3 +54,5 @@ class Build:
     ops: Ops
     weights: Weights
     attention: Backend
+    adapters: Adapters | None = None
+    """None: the model serves no adapters."""

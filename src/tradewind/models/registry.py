@@ -12,9 +12,12 @@ from typing import Protocol
 from tradewind.config.card import ModelCard
 from tradewind.contract.errors import UserError
 from tradewind.device.batch import ForwardBatch
+from tradewind.layers.adapters import Adapters
 from tradewind.layers.build import Backend, Build, Count, Ops, Tensor, Weights
 from tradewind.models import (
     bert,
+    deepseek_v2,
+    deepseek_v3,
     gemma2,
     gemma3,
     gpt_oss,
@@ -65,12 +68,16 @@ class Family:
     """Tensors in another form than the model wants, and what is made of them (weights/regroup.py)."""
     hf_renames: Mapping[str, str] = field(default_factory=dict)
     """Prefix of a name -> what stands for it in hf_places."""
+    layers_in_file: str = ""
+    """Prefix of numbered layers in files that hold more of them than the card has, for another head; those are not read. "": none do."""
     ignored: tuple[str, ...] = ("rope_freqs.weight",)
     """Prefixes of tensors that a checkpoint may hold and this model does not read. The card has Llama 3's rope_freqs as a formula."""
 
-    def build(self, *, card: ModelCard, ops: Ops, weights: Weights, attention: Backend) -> Model:
+    def build(
+        self, *, card: ModelCard, ops: Ops, weights: Weights, attention: Backend, adapters: Adapters | None = None
+    ) -> Model:
         """The model, with every weight asked for once."""
-        return self.model(Build(card=card, ops=ops, weights=weights, attention=attention))
+        return self.model(Build(card=card, ops=ops, weights=weights, attention=attention, adapters=adapters))
 
 
 FAMILIES: dict[str, Family] = {
@@ -79,6 +86,10 @@ FAMILIES: dict[str, Family] = {
         hf_places=bert.HF_PLACES,
         hf_renames=bert.HF_RENAMES,
         ignored=bert.HF_IGNORED,
+    ),
+    "deepseek_v2": Family(model=deepseek_v2.DeepseekV2, hf_places=deepseek_v2.HF_PLACES),
+    "deepseek_v3": Family(
+        model=deepseek_v3.DeepseekV3, hf_places=deepseek_v3.HF_PLACES, layers_in_file=deepseek_v3.LAYERS_IN_FILE
     ),
     "gemma2": Family(model=gemma2.Gemma2, hf_places=gemma2.HF_PLACES, gguf_names=gemma2.GGUF_NAMES),
     "gemma3": Family(

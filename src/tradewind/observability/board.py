@@ -2,6 +2,7 @@
 
 Knows: the last two minutes, second by second. Refuses to know: HTTP and how it is drawn.
 A step costs some additions; quantiles come from counts in buckets 5 % wide, so a number shown is within 2.5 % of the true one.
+Attainment by class (live_attainment) and the latest steps (timeline) are kept beside it, fed from here, and told in the same document.
 
       one bucket a second   | tokens in, tokens out | steps, rows | waits {bucket: count} | gaps {bucket: count} | running, waiting, pages |
 """
@@ -16,11 +17,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tradewind.config.plan import LedgerLine, Plan, Reason
-from tradewind.contract.events import Preempted, Scheduled, StepDone
+from tradewind.config.plan import ClassPlan, LedgerLine, Plan, Reason
+from tradewind.contract.events import Arrived, Delayed, Held, Preempted, Scheduled, StepDone, Woken
+from tradewind.observability.live_attainment import AttainmentState, LiveAttainment
 from tradewind.observability.lives import Life, Listener
 from tradewind.observability.metrics import EngineFacts
 from tradewind.observability.proc import resident_bytes
+from tradewind.observability.timeline import Timeline, TimelineState
 
 SECONDS = 120
 """So long the board remembers."""
@@ -139,6 +142,9 @@ class BoardState(msgspec.Struct, frozen=True, kw_only=True):
     throughput: Throughput
     memory: Memory
     series: Series
+    attainment: AttainmentState
+    timeline: TimelineState | None = None
+    """Only where it was asked for."""
 
 
 class Board(Listener):
@@ -166,6 +172,8 @@ class Board(Listener):
         """The last one is the running second; seconds in which nothing happened are not there."""
         self._resident: deque[tuple[int, int]] = deque(maxlen=SECONDS + 1)
         """(second, bytes), noted when somebody looks."""
+        self.attainment = LiveAttainment(plan.schedule.classes if plan is not None else ())
+        self.timeline = Timeline(began_s=self._began_s)
         self._encode = msgspec.json.Encoder().encode
 
     # -- what happened -----------------------------------------------------------------------------------------------
@@ -178,8 +186,26 @@ class Board(Listener):
         self._seconds.append(second)
         return second
 
+    def arrived(self, life: Life, event: Arrived) -> None:
+        """See Listener."""
+        self.attainment.add(life, str(getattr(event, "traffic_class", "")))
+        self.timeline.add(life)
+
+    def delayed(self, event: Delayed) -> None:
+        """See Listener."""
+        self.timeline.delayed(event)
+
+    def woken(self, event: Woken) -> None:
+        """See Listener."""
+        self.timeline.woken(event)
+
+    def held(self, event: Held) -> None:
+        """See Listener."""
+        self.timeline.held(event)
+
     def scheduled(self, life: Life, event: Scheduled, recomputed_tokens: int) -> None:
         """See Listener."""
+        self.timeline.started(event)
         if not event.resumed:
             second = self._now(event.at_s)
             second.prompt += life.prompt_tokens
@@ -214,16 +240,24 @@ class Board(Listener):
         second.running = max(second.running, event.running)
         second.waiting = max(second.waiting, event.waiting)
         second.kv_used = max(second.kv_used, _share(event.pages_used, event.pages_total))
+        self.timeline.step(event)
 
     def ended(self, life: Life) -> None:
         """See Listener."""
         self._finished += 1
         self._now(life.ended_s).finished += 1
+        self.attainment.ended(life)
+        self.timeline.ended(life)
 
     # -- as a document -----------------------------------------------------------------------------------------------
 
-    def state(self) -> BoardState:
-        """The board at this moment."""
+    def state(
+        self, tenant: str = "", *, steps_since: int | None = None, targets: Mapping[str, float] | None = None
+    ) -> BoardState:
+        """The board at this moment, as the holder of a key may see it ("" on a server without keys).
+
+        `steps_since`: with the steps after this one, and who was in them. `targets`: seconds by metric, for classes without their own.
+        """
         now_s = self._clock()
         now, facts = int(now_s), self._facts()
         front = resident_bytes()
@@ -273,6 +307,8 @@ class Board(Listener):
                 kv_used=_share(facts.pages_used, facts.pages_total),
             ),
             series=self._series(whole, first),
+            attainment=self.attainment.state(now_s, targets=targets),
+            timeline=None if steps_since is None else self.timeline.state(tenant, since=steps_since, now_s=now_s),
         )
 
     def _series(self, whole: list[Second | None], first: int) -> Series:
@@ -292,9 +328,11 @@ class Board(Listener):
             resident_bytes=[resident.get(first + place) for place in range(SECONDS)],
         )
 
-    def json(self) -> bytes:
+    def json(
+        self, tenant: str = "", *, steps_since: int | None = None, targets: Mapping[str, float] | None = None
+    ) -> bytes:
         """The same as JSON."""
-        return self._encode(self.state())
+        return self._encode(self.state(tenant, steps_since=steps_since, targets=targets))
 
 
 class PlanFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,6 +349,8 @@ class PlanFacts(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     cores: int
     memory_bytes: int
+    policy: str
+    classes: tuple[ClassPlan, ...]
     ledger: tuple[LedgerLine, ...]
     reasons: tuple[Reason, ...]
 
@@ -332,6 +372,8 @@ def plan_json(plan: Plan | None) -> bytes:
             machine=plan.hardware.name,
             cores=plan.hardware.cores,
             memory_bytes=plan.hardware.memory_bytes,
+            policy=plan.schedule.policy,
+            classes=plan.schedule.classes,
             ledger=plan.ledger,
             reasons=plan.reasons,
         )

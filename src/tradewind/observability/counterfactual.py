@@ -137,7 +137,7 @@ def counterfactual(asked: Asked, cost: StepCost) -> Counterfactual | None:
 def _sentence(made: Counterfactual) -> str:
     """ "with chunk 512: TTFT -180 ms, others' TPOT +2 ms"."""
     told = [
-        f"{name} {value * 1e3:+.3g} ms"
+        f"{name} {_milliseconds(value)}"
         for name, value in (
             ("TTFT", made.ttft_s),
             ("whole answer", made.e2e_s if made.e2e_s != made.ttft_s else 0.0),
@@ -147,3 +147,9 @@ def _sentence(made: Counterfactual) -> str:
         if abs(value) >= SHOWN_S
     ]
     return f"with {made.change}: {', '.join(told)}"
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits and a sign, whole from 100 ms on."""
+    value = seconds * 1e3
+    return f"{value:+.0f} ms" if abs(value) >= 100 else f"{value:+.3g} ms"

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -37,16 +37,18 @@ from tradewind.device.slots import Slots
 from tradewind.kernels.ops import KVLayer, PagedRows, Tensor
 from tradewind.kernels.triton import library
 from tradewind.kernels.triton import sample as sampler
+from tradewind.kernels.triton import shared as sharing
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu, Graph, Mark, Pinned
 from tradewind.kernels.triton.launch import COMPILES, compiling
 from tradewind.kernels.triton.ops import CudaOps
 from tradewind.kernels.triton.program import Launch, Program
-from tradewind.kernels.triton.tape import Bucket
+from tradewind.kernels.triton.tape import Bucket, Fresh
 from tradewind.models.registry import Model
 from tradewind.runner.buckets import FEW_ROWS, LONGEST, ladder, smallest
 from tradewind.runner.pooling import PoolingSlots
 from tradewind.runner.runner import NO_TOKEN, NOT_FINITE
+from tradewind.runner.sharing import SharedPages
 from tradewind.sampling.columns import SlotSampling
 from tradewind.sampling.grammar import GrammarSlots
 from tradewind.sampling.grammar_compile import GrammarCompiler
@@ -160,12 +162,16 @@ class GraphRunner:
         self._capacity, self._rows, self._longest = max_tokens_per_step, max_running, max_context
         self._vocab = vocab_size
         self._pdl = gpu.on_gpu
-        self._fresh = model.backend.name == "fa3"
+        self._fresh: Fresh = "all" if model.backend.name == "fa3" else "none"
         """Steps whose prompts all begin in them have programs of their own."""
+        self._ways = ops.ways
         self._want_graphs = graphs
         self._token_sizes, self._row_sizes = ladder(max_tokens_per_step), ladder(max_running)
         self._length_sizes = (*(size for size in LONGEST if size < max_context), max_context)
-        self._row_classes = (*(size for size in (1, FEW_ROWS) if size < max_running), max_running)
+        mixed = sorted({1, FEW_ROWS, *self._ways.mixed_rows})
+        self._row_classes = (*(size for size in mixed if size < max_running), max_running)
+        least_keys = None if ops.deterministic else self._ways.shared_prefix
+        self._sharing = SharedPages(groups, slots=max_running, least_keys=least_keys)
 
         # the host's side of the slots: for checks, banned words and prompt logprobs
         self._slots = Slots(slots=max_running, max_context=max_context, groups=())
@@ -189,6 +195,11 @@ class GraphRunner:
         self._next_turn = 0
         self._staging = Staging(gpu)
         self._batch = self._forward_batch()
+        for paged in self._batch.rows:  # now, because a capture must not allocate them
+            if self._sharing.wanted:
+                self._found(paged)
+            if self._ways.partly_fresh is not None:
+                self._begun(paged)
         self._samples = kernels.SampleRows.allocate(max_running, device=gpu.device)
         self._sampled = gpu.zeros(max_running)
         self._logits = gpu.reals(max_running, vocab_size)
@@ -295,6 +306,7 @@ class GraphRunner:
     def _change_slots(self, step: Step) -> None:
         for slot in step.leave:
             self._slots.leave(slot)
+            self._sharing.leave(slot)
             self._pooling.leave(slot)
             if self._grammar is not None:
                 self._grammar.leave(slot)
@@ -330,6 +342,7 @@ class GraphRunner:
             mine = step.page_group == group if len(self._tables) > 1 else slice(None)
             where = np.stack([step.page_slot[mine], step.page_index[mine], step.page_id[mine]])
             if where.shape[1]:
+                self._sharing.enter(group, where)
                 kernels.write_entries(table, self._staging.put(where))
 
     def _run(self, step: Step, flight: Flight) -> None:
@@ -349,21 +362,24 @@ class GraphRunner:
         late = samples > 0 and bool(self._sampling.late[slot].any())
         singles = total == rows
         longest = smallest(self._length_sizes, int((step.start + step.count).max())) if singles else self._longest
+        shared = self._sharing.wanted and self._sharing.possible(
+            step.slot[step.count == 1], least_rows=self._ops.tuning.shared_rows
+        )
         if singles and samples == rows and not draw.steered and draw.logprobs < 0:
             size = smallest(self._row_sizes, rows)
             if size > FEW_ROWS:
                 longest = max(longest, min(SHORT, self._longest))
-            bucket = self._singles(size, longest)
+            bucket = self._singles(size, longest, shared=shared)
             self._launch(("whole", bucket, draw), lambda: self._whole(bucket, draw))
             return
         if singles:
             size = smallest(self._row_sizes, rows)
-            bucket = self._singles(size, longest)
+            bucket = self._singles(size, longest, shared=shared)
         else:
-            fresh = self._fresh and not step.start[step.count > 1].any()
             bucket = self._mixed(
-                smallest(self._token_sizes, max(total, FEW_ROWS)), smallest(self._row_classes, rows), fresh=fresh
-            )
+                smallest(self._token_sizes, max(total, FEW_ROWS)), smallest(self._row_classes, rows), fresh=self._fresh_rows(step),
+                shared=shared,
+            )  # fmt: skip
         self._launch(("body", bucket), lambda: self._body(bucket))
         self._prompt_logprobs(step, flight)
         self._take_hidden(step, flight)
@@ -423,8 +439,33 @@ class GraphRunner:
                 page_tokens=group.page_tokens, ids=b.ids[: bucket.tokens], positions=b.positions[: bucket.tokens],
                 query_start=rows.query_start[: bucket.rows + 1], lengths=rows.lengths[: bucket.rows],
                 write_slots=b.write_slots[group.index][: bucket.tokens], page_table=rows.page_table[: bucket.rows],
-                total=self._total, pdl=self._pdl,
+                total=self._total, begun=self._begun(rows)[: bucket.rows] if bucket.fresh == "some" else None, pdl=self._pdl,
             )  # fmt: skip
+            if bucket.shared and group.kind == "full":
+                sharing.find_shared(
+                    rows.page_table[: bucket.rows], rows.lengths[: bucket.rows], rows.query_start[: bucket.rows + 1], self._rows_count,
+                    page_tokens=group.page_tokens, least_rows=self._ops.tuning.shared_rows, least_keys=self._ways.shared_prefix or 0,
+                    found=self._found(rows), pdl=self._pdl,
+                )  # fmt: skip
+
+    def _begun(self, rows: PagedRows) -> Tensor:
+        """Tokens of rows that begin in the step, beside the table of rows; programs look for it there."""
+        return self._ops.workspace.beside(rows.lengths, "begun", self._rows)
+
+    def _found(self, rows: PagedRows) -> Tensor:
+        """How many leading keys one-token rows share, in the same way."""
+        return self._ops.workspace.beside(rows.page_table, "shared", 4)
+
+    def _fresh_rows(self, step: Step) -> Fresh:
+        """Which of the rows of several tokens begin in this step, as far as that is made use of."""
+        if self._fresh == "none":
+            return "none"
+        several = step.count > 1
+        begun = step.count[several & (step.start == 0)]
+        if len(begun) == several.sum():
+            return "all"
+        least = self._ways.partly_fresh
+        return "some" if least is not None and begun.max(initial=0) >= least else "none"
 
     def _sample(self, size: int, draw: Draw) -> None:
         self._lay_out_samples(size, draw)
@@ -680,9 +721,13 @@ class GraphRunner:
                 self._mixed(tokens, rows, fresh=fresh)
                 for tokens in prompts
                 for rows in self._row_classes
-                for fresh in {self._fresh, False}
+                for fresh in self._fresh_kinds(rows)
             ),
         }
+        if self._sharing.wanted:
+            buckets |= {
+                replace(bucket, shared=True) for bucket in buckets if bucket.rows >= self._ops.tuning.shared_rows
+            }
         first = [self._singles(rows, self._length_sizes[0]) for rows in sizes]
         first += [self._mixed(tokens, self._row_classes[0], fresh=self._fresh) for tokens in prompt_sizes]
         # The largest first: its scratch serves the others.
@@ -758,11 +803,17 @@ class GraphRunner:
         """Whether every kernel of the model is compiled."""
         return self._rest is None and (self._compiler is None or not self._compiler.is_alive())
 
-    def _singles(self, rows: int, longest: int) -> Bucket:
-        return Bucket(tokens=rows, rows=rows, singles=True, longest=longest)
+    def _singles(self, rows: int, longest: int, *, shared: bool = False) -> Bucket:
+        return Bucket(tokens=rows, rows=rows, singles=True, longest=longest, shared=shared)
 
-    def _mixed(self, tokens: int, rows: int, *, fresh: bool) -> Bucket:
-        return Bucket(tokens=tokens, rows=rows, singles=False, longest=self._longest, fresh=fresh)
+    def _mixed(self, tokens: int, rows: int, *, fresh: Fresh, shared: bool = False) -> Bucket:
+        return Bucket(tokens=tokens, rows=rows, singles=False, longest=self._longest, fresh=fresh, shared=shared)
+
+    def _fresh_kinds(self, rows: int) -> tuple[Fresh, ...]:
+        """Those that steps of so many rows may be of."""
+        if self._fresh == "none":
+            return ("none",)
+        return ("all", "none") if rows == 1 or self._ways.partly_fresh is None else ("all", "none", "some")
 
     def warm(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = ()) -> None:
         """Captures the decode steps of these many rows and the prompt steps of these many tokens, on empty steps: changes no slot."""

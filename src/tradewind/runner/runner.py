@@ -28,6 +28,7 @@ from tradewind.device.layout import StepArrays, lay_out
 from tradewind.device.slots import Slots
 from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
 from tradewind.models.registry import Model
+from tradewind.runner.adapters import AdapterSlots
 from tradewind.runner.pooling import PoolingSlots
 from tradewind.sampling.columns import SlotSampling
 from tradewind.sampling.grammar import GrammarSlots
@@ -62,7 +63,9 @@ class StepRunner:
         tape: bool,
         head_rows: int = 32,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self._adapters = adapters
         self._model, self._ops, self._kv, self._groups = model, ops, kv, groups
         self._head_rows = head_rows
         self._capacity = max_tokens_per_step
@@ -105,6 +108,7 @@ class StepRunner:
             kv=self._kv,
             layer_group=tuple(_group_of(layer, self._groups) for layer in range(len(self._kv))),
             scratch=Scratch(self._ops),
+            adapters=None if self._adapters is None else constant(np.full(self._capacity, -1, np.int32)),
         )
         # The op set's memory is host memory (cpu, plain): lay steps out in it directly instead of copying.
         host = self._ops.host
@@ -117,6 +121,7 @@ class StepRunner:
             lengths=host(lengths),
             write_slots=tuple(host(slots) for slots in batch.write_slots),
             page_table=tuple(host(table) for table in tables),
+            token_slot=a.token_slot,
         )
         return batch
 
@@ -126,17 +131,24 @@ class StepRunner:
         for slot in step.leave:
             self._slots.leave(slot)
             self._pooling.leave(slot)
+            if self._adapters is not None:
+                self._adapters.leave(slot)
             if self._grammar is not None:
                 self._grammar.leave(slot)
         for enter in step.enter:
             self._slots.enter(enter)
             self._sampling.enter(enter)
             self._pooling.enter(enter)
+            if self._adapters is not None:
+                self._adapters.enter(enter.slot, enter.adapter)
             if self._grammar is not None:
                 self._grammar.enter(enter)
         self._slots.turn_pages(step)
         self._check(step)
         lay_out(step, self._slots, self._arrays)
+        if self._adapters is not None:
+            live = int(self._arrays.tokens[0])
+            self._ops.host(self._batch.adapters)[:live] = self._adapters.slot[self._arrays.token_slot[:live]]
         laid_out = time.perf_counter()
         for move in step.moves:
             assert move.kind == "copy", f"this runner has no tier for moves of kind {move.kind!r}"
@@ -145,6 +157,10 @@ class StepRunner:
         if step.rows:
             self._forward()
         tokens, logprobs, failed, complete = self._choose(step)
+        if self._adapters is not None and self._adapters.failed:
+            for slot, reason in self._adapters.failed.items():
+                for row in np.flatnonzero(step.slot == slot):
+                    tokens[row], failed[int(row)] = -1, reason
         hidden = self._pool(step, failed)
         offset = np.zeros(step.rows + 1, np.int32)
         np.cumsum(tokens >= 0, out=offset[1:], dtype=np.int32)

@@ -67,6 +67,7 @@ class Intake:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         deadline_s: float | None = None,
     ) -> tuple[Request, ...]:
         """`sampling.n` requests for one prompt, the later ones naming the first as parent. Raises RequestError with exact numbers."""
@@ -103,6 +104,7 @@ class Intake:
                 priority=priority,
                 tenant=tenant,
                 cache_salt=cache_salt,
+                adapter=adapter,
                 arrived_s=now_s,
                 deadline_s=deadline_s,
                 parent=first if sample else None,
@@ -128,6 +130,7 @@ class Intake:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         deadline_s: float | None = None,
     ) -> Request:
         """A request for the pooled hidden state of a text; `pooling` None is the model's own. Raises RequestError with exact numbers."""
@@ -156,6 +159,7 @@ class Intake:
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
+            adapter=adapter,
             arrived_s=now_s,
             deadline_s=deadline_s,
             pooling=pooling,

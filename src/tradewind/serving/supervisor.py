@@ -18,17 +18,23 @@ from dataclasses import dataclass
 import msgspec
 
 from tradewind.contract.errors import EngineDeadError, UserError
-from tradewind.contract.events import FinishReason
+from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.client import Handle
 from tradewind.engine.columns import Report
 from tradewind.engine.remote import RemoteClient
 from tradewind.engine.stats import EngineStats
-from tradewind.engine.wire import ANSWERS, Answer, Fatal, Link, Located, Ready, Start
+from tradewind.engine.wire import ANSWERS, Answer, Described, Fatal, Link, Located, Ready, Start
+from tradewind.serving.diagnosis import Diagnosis, State, disk_sleepers, memory_kills, of_death, of_failure, of_stall
 
 STACKS_SIGNAL = signal.SIGUSR1
 
 LOG = logging.getLogger("tradewind.engine")
+
+BUILD_LOOK_S = 3.0
+"""A start is looked at so often, for a disk that holds it up."""
+FAILURE_S = 60.0
+"""So long what a failed request showed is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,14 @@ class Supervisor:
         self.on_reports: Callable[[list[Report]], None] = lambda reports: None
         """Sees everything that engines report, in the asyncio loop's thread; to be set before `attach`."""
         self._closing = False
+        self._memory_kills = 0
+        """The kernel's count when the process was started."""
+        self._diagnosis: Diagnosis | None = None
+        self._failure: tuple[float, Diagnosis] | None = None
+        self._looked: float | None = None
+        """Since when an answer to `look` is owed ..."""
+        self._still_s = 0.0
+        """... and for how long no step had ended then."""
 
     # -- starting
 
@@ -67,6 +81,7 @@ class Supervisor:
         """Tells a process what to build; does not wait. `launched`: one that was started already."""
         if self._closing:
             raise EngineDeadError("the server is shutting down")
+        self._memory_kills = memory_kills()
         launched = launched or self._launch()
         self._process = launched.process
         self._link = Link(launched.end, ANSWERS)
@@ -89,7 +104,13 @@ class Supervisor:
 
     def _await(self) -> Answer:
         assert self._link is not None
-        answer = self._link.receive()
+        began_s = time.monotonic()
+        while True:
+            try:
+                answer = self._link.receive(timeout_s=BUILD_LOOK_S)
+                break
+            except TimeoutError:
+                self._look_at_start(time.monotonic() - began_s)
         if answer is None:
             raise EngineDeadError(self._how_it_ended(None))
         if isinstance(answer, Fatal):
@@ -100,17 +121,24 @@ class Supervisor:
             raise EngineDeadError(answer.why)
         return answer
 
+    def _look_at_start(self, took_s: float) -> None:
+        sleepers = disk_sleepers(self.pid)
+        if sleepers:
+            found = of_stall(State(doing="start", for_s=took_s), still_s=took_s, disk_sleepers=sleepers)
+            says = f"the engine is being built for {took_s:.0f} s: {found.says.partition(': ')[2]}"
+            self._diagnose(Diagnosis(name="slow_disk", says=says))
+
     def attach(self, ready: Ready) -> None:
         """Lets the running asyncio loop read what the engine says; from now on requests are taken."""
         assert self._link is not None
         self._client = RemoteClient(
             self._link,
             ready,
-            on_reports=self.on_reports,
+            on_reports=self._reported,
             on_end=self._ended,
-            on_described=self._described,
+            on_state=self._told_state,
         )
-        self._why_dead = None
+        self._why_dead = self._diagnosis = self._looked = None
         self._client.attach()
 
     async def restart(self) -> None:
@@ -186,14 +214,70 @@ class Supervisor:
             self._process.send_signal(STACKS_SIGNAL)
             self._client.describe()
 
-    def _described(self, text: str) -> None:
-        LOG.warning("state of the scheduler:\n%s", text)
+    def _told_state(self, state: Described) -> None:
+        if self._looked is None:
+            LOG.warning("state of the scheduler:\n%s", state.text)
+            return
+        self._looked = None
+        known = None
+        if state.doing is not None:
+            known = State(doing=state.doing[0], for_s=state.doing[1], waits_on=state.waits_on)
+        self._diagnose(of_stall(known, still_s=self._still_s, disk_sleepers=disk_sleepers(self.pid)))
+
+    # -- what is wrong
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """What is wrong with the engine now, or what a request that failed within the last minute showed; None: nothing is known."""
+        if self._diagnosis is not None:
+            return self._diagnosis
+        if self._failure is not None and time.monotonic() - self._failure[0] < FAILURE_S:
+            return self._failure[1]
+        return None
+
+    @property
+    def looking(self) -> bool:
+        """The engine owes an answer to `look`."""
+        return self._looked is not None
+
+    def look(self, still_s: float) -> None:
+        """No step has ended for `still_s`: finds out why. The engine is asked; one that does not answer is diagnosed by the next call."""
+        if self._client is None:
+            return
+        if self._looked is not None:
+            self._diagnose(of_stall(None, still_s=still_s, disk_sleepers=disk_sleepers(self.pid)))
+            return
+        self._looked, self._still_s = time.monotonic(), still_s
+        self._client.describe()
+
+    def goes_on(self) -> None:
+        """Steps end again."""
+        self._diagnosis = self._looked = None
+
+    def _diagnose(self, found: Diagnosis) -> None:
+        if self._diagnosis is None or self._diagnosis.name != found.name:
+            LOG.warning(f"diagnosis: {found}; {found.advice}")
+        self._diagnosis = found
+
+    def _reported(self, reports: list[Report]) -> None:
+        for report in reports:
+            if isinstance(report, TokensOut) and report.finish == "error":
+                found = of_failure(report.error or "")
+                if found is not None:
+                    if self._failure is None or self._failure[1].name != found.name or self.diagnosis is None:
+                        LOG.warning(f"diagnosis: {found} (request {report.request_id}); {found.advice}")
+                    self._failure = (time.monotonic(), found)
+        self.on_reports(reports)
 
     def _ended(self, reason: str | None) -> str:
         if self._closing:
             return "the server is shutting down"
         why = self._how_it_ended(reason)
         self._why_dead = why
+        assert self._process is not None
+        kills = memory_kills() - self._memory_kills
+        self._diagnosis = None
+        self._diagnose(of_death(reason, code=self._process.returncode, memory_kills=kills))
         self.on_death(why)
         return why
 

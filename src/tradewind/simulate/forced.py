@@ -54,6 +54,8 @@ class ForcedExecutor:
         """Rows that are looked at one by one: with faults or logprobs."""
         self._flying: deque[tuple[StepResult, float, list[Fault]]] = deque()
         self._due_s = 0.0
+        self.waits_on = ""
+        """What it waits for besides computing; read by the loop, from any thread."""
 
     # -- Executor
 
@@ -114,17 +116,35 @@ class ForcedExecutor:
         if wait > 0:
             time.sleep(wait)
         for fault in faults:
-            _happen(fault, result.number)
+            self._happen(fault, result.number)
         return result
 
     def close(self) -> None:
         self._flying.clear()
 
-    # -- faults from outside
+    # -- faults
+
+    def _happen(self, fault: Fault, step: int) -> None:
+        if fault.do == "disk":
+            self.waits_on = f"disk: a page of step {step} is being read"
+            time.sleep(fault.seconds)
+            self.waits_on = ""
+        elif fault.do == "stall":
+            time.sleep(fault.seconds)
+        elif fault.do == "die":
+            raise EngineDeadError(f"the scripted device died in step {step}")
+        elif fault.do == "bug":
+            raise RuntimeError(f"a scripted bug in step {step}")
+        elif fault.do == "oom":
+            raise MemoryError(f"step {step} needs 3.0 GiB more than there are, says the script")
+        elif fault.do == "exit":
+            os._exit(3)
+        elif fault.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def throw(self, do: str, seconds: float) -> None:
         """The next step has this fault; names that are not known are ignored."""
-        if do in ("stall", "die", "bug", "exit", "kill"):
+        if do in ("stall", "disk", "die", "bug", "oom", "exit", "kill"):
             self._thrown.append(Fault(do=do, seconds=seconds))  # type: ignore[arg-type]
 
     # -- inside
@@ -233,16 +253,3 @@ class AnyGrammar:
 
     def wait(self, timeout_s: float) -> None:
         """See GrammarGate."""
-
-
-def _happen(fault: Fault, step: int) -> None:
-    if fault.do == "stall":
-        time.sleep(fault.seconds)
-    elif fault.do == "die":
-        raise EngineDeadError(f"the scripted device died in step {step}")
-    elif fault.do == "bug":
-        raise RuntimeError(f"a scripted bug in step {step}")
-    elif fault.do == "exit":
-        os._exit(3)
-    elif fault.do == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)

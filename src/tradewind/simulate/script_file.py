@@ -23,6 +23,7 @@ from tradewind.config.goals import Means
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.errors import UserError
 from tradewind.contract.kv import KVGroup
+from tradewind.engine.degrade import Ladder
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Sequence[int]], str]
@@ -38,9 +39,10 @@ MAX_ANSWER_TOKENS = 1 << 20
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Something that goes wrong, at one step of the engine or at one token of one answer."""
 
-    do: Literal["stall", "die", "bug", "exit", "kill", "nan"]
-    """stall: the step takes `seconds` more. die: the device says that it is dead. bug: an exception. exit, kill: the process is gone
-    without a word. nan: this row fails, the others go on (only at a token)."""
+    do: Literal["stall", "disk", "die", "bug", "oom", "exit", "kill", "nan"]
+    """stall: the step takes `seconds` more. disk: the same, and it says that it waits for a disk. oom: an allocation fails. die: the device
+    says that it is dead. bug: an exception. exit, kill: the process is gone without a word. nan: this row fails, the others go on (only
+    at a token)."""
     at_step: int | None = None
     at_token: int | None = None
     """0 is the answer's first token. Only in a rule or the default."""
@@ -113,6 +115,8 @@ class ScriptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefix_cache: bool = True
     age_limit_s: float = 5.0
     max_preemptions: int = 3
+    degrade: Ladder | None = None
+    """Under overload something is given up, rung by rung; {} for the usual ladder."""
 
 
 def read_script(text: bytes, *, name: str) -> ScriptFile:
@@ -182,8 +186,8 @@ def _check_says(says: Says, where: str) -> None:
 
 
 def _check_seconds(fault: Fault, where: str) -> None:
-    if not 0 <= fault.seconds < 1e6 or (fault.do == "stall") != (fault.seconds > 0):
-        raise UserError(f"{where}: 'stall' needs seconds over 0, the other faults take none")
+    if not 0 <= fault.seconds < 1e6 or (fault.do in ("stall", "disk")) != (fault.seconds > 0):
+        raise UserError(f"{where}: 'stall' needs seconds over 0, and so does 'disk'; the other faults take none")
 
 
 def _spoken(message: str) -> str:
@@ -198,6 +202,7 @@ def _spoken(message: str) -> str:
                 *Rule.__struct_fields__,
                 *Fault.__struct_fields__,
                 *Drafts.__struct_fields__,
+                *Ladder.__struct_fields__,
             }
         )
         close = get_close_matches(found[1], known, n=1)

@@ -29,6 +29,7 @@ from tradewind.config.plan import CachePlan, Plan, SchedulePlan
 from tradewind.contract.errors import UserError
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.contract.step import Enter, Ints, Step, StepResult, Wants
+from tradewind.engine.columns import ReportSink
 from tradewind.engine.loop import Add, EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import VirtualClock
@@ -116,10 +117,11 @@ class SimulatedExecutor:
         for enter in step.enter:
             self._enter(enter)
         self._clock.advance(self._submit_s(step, features))
-        result = self._made_up(step, features)
         begin_s = max(self._clock.now(), self._free_s)
         self._free_s = self._finish(step, features, begin_s)
-        self.busy_s += self._free_s - begin_s
+        device_s = self._free_s - begin_s
+        self.busy_s += device_s
+        result = self._made_up(step, features, device_s)
         self._flying.append((result, self._free_s, step.slot))
         self.submitted = step.number
         if self._watch is not None:
@@ -161,7 +163,7 @@ class SimulatedExecutor:
             self._ids[slot, : len(ids)] = ids
             self._covered[slot] = len(ids) * self._block_tokens
 
-    def _made_up(self, step: Step, features: Features) -> StepResult:
+    def _made_up(self, step: Step, features: Features, device_s: float) -> StepResult:
         slot = step.slot
         rows = len(slot)
         # Which token of its answer is the row's first, counted from 1.
@@ -174,7 +176,12 @@ class SimulatedExecutor:
             if self._said:
                 self._speak(slot, at, tokens)
             return StepResult(
-                number=step.number, slot=slot, epoch=step.epoch, offset=self._numbers[: rows + 1], tokens=tokens
+                number=step.number,
+                slot=slot,
+                epoch=step.epoch,
+                offset=self._numbers[: rows + 1],
+                tokens=tokens,
+                device_s=device_s,
             )
         wants = step.wants
         number = ((wants == LAST) | (wants == ALL)).astype(np.int32)
@@ -190,7 +197,9 @@ class SimulatedExecutor:
         tokens[place == self._length[slot[row]]] = END_TOKEN
         if self._said:
             self._speak(slot[row], place, tokens)
-        return StepResult(number=step.number, slot=slot, epoch=step.epoch, offset=offset, tokens=tokens)
+        return StepResult(
+            number=step.number, slot=slot, epoch=step.epoch, offset=offset, tokens=tokens, device_s=device_s
+        )
 
     def _said_by(self, slots: Ints, places: Ints) -> Ints:
         """Made-up tokens of answers at these places, which count from 1."""
@@ -254,6 +263,7 @@ class Replica:
         index: int = 0,
         ended: Callable[[int, float], None] | None = None,
         watch: Callable[[Step, Features], None] | None = None,
+        listen: ReportSink | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self._times, self._outcome, self._host = times, outcome, options.host
@@ -284,7 +294,10 @@ class Replica:
         )
         self.witness = Witness(outcome, ended=ended)
         self.loop = EngineLoop(
-            scheduler=self.scheduler, executor=self.executor, clock=self.clock.now, sinks=(self.witness,)
+            scheduler=self.scheduler,
+            executor=self.executor,
+            clock=self.clock.now,
+            sinks=(self.witness,) if listen is None else (self.witness, listen),
         )
 
     @property
@@ -343,11 +356,12 @@ def simulate(
     options: SimulateOptions | None = None,
     progress: Callable[[int], None] | None = None,
     watch: Callable[[int, Step, Features], None] | None = None,
+    listen: Callable[[int], ReportSink] | None = None,
 ) -> Outcome:
     """Runs a trace through as many engines as asked for and returns what each request lived through. Same arguments, same outcome.
 
-    `progress` is told now and then how many requests were sent; `watch` is shown every step with its replica. Requests that can never run
-    are in `Outcome.refused`.
+    `progress` is told now and then how many requests were sent; `watch` is shown every step with its replica; `listen` makes one
+    more listener for each. Requests that can never run are in `Outcome.refused`.
     """
     options = options or SimulateOptions()
     if options.replicas < 1:
@@ -358,7 +372,7 @@ def simulate(
     outcome = Outcome.empty(trace)
     outcome.replicas, outcome.times = options.replicas, times.described()
     outcome.router = options.router if options.replicas > 1 else ""
-    fleet = _Fleet(trace, outcome, schedule, cache, times, options, watch)
+    fleet = _Fleet(trace, outcome, schedule, cache, times, options, watch, listen)
     sampling = SamplingParams(temperature=0.0)
     for index in range(len(trace)):
         fleet.send(index, request_of(trace, index, sampling=sampling))
@@ -388,6 +402,7 @@ class _Fleet:
         times: StepTime,
         options: SimulateOptions,
         watch: Callable[[int, Step, Features], None] | None,
+        listen: Callable[[int], ReportSink] | None,
     ) -> None:
         self._trace, self._outcome = trace, outcome
         self._router: Router = ROUTERS[options.router](
@@ -421,6 +436,7 @@ class _Fleet:
                 index=index,
                 ended=ended(index),
                 watch=watching(index),
+                listen=None if listen is None else listen(index),
             )
             for index in range(options.replicas)
         ]

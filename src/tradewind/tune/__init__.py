@@ -1,4 +1,4 @@
-"""Choosing by measurement: plans compared on a user's own traffic.
+"""Choosing by figures: what each technique brings on a user's own traffic, what breaks first under another one, what to plan next.
 
-Empty until the simulator can price a plan. Will know: candidates and figures. Will refuse to know: how an engine works inside.
+Knows: plans, their variants, and how a simulation or a measured run of them compares. Refuses to know: how an engine works inside.
 """

@@ -36,10 +36,11 @@ def load_dummy(
     numerics: NumericsPlan | Numerics,
     attention: Any,
     seed: int = 0,
+    adapters: Any = None,
 ) -> ModelT:
     """Builds the family's model with random weights, packed for `ops` as `load_model` would pack a checkpoint's."""
     weights = DummyWeights(card=card, ops=ops, numerics=packing(numerics), seed=seed)
-    return family.build(card=card, ops=ops, weights=weights, attention=attention)
+    return family.build(card=card, ops=ops, weights=weights, attention=attention, adapters=adapters)
 
 
 class DummyWeights:
@@ -76,6 +77,9 @@ class DummyWeights:
             inside=f"{self._inside}{place}.",
             tables=self._tables,
         )
+
+    def place(self, name: str) -> str:
+        return self._inside + name
 
     def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> Any:
         numerics = self._numerics.for_sensitive() if sensitive else self._numerics

@@ -24,6 +24,7 @@ from tradewind.contract.errors import UserError
 from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
 from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
+from tradewind.weights.block_scales import SCALES, dequantised
 from tradewind.weights.checkpoint import Checkpoint
 from tradewind.weights.regroup import Derived, Regroup, regrouped
 from tradewind.weights.split import NUMBER, Fused, parts_of
@@ -55,9 +56,11 @@ class FamilyRow(Protocol[ModelT]):
     @property
     def regroup(self) -> Regroup: ...
     @property
+    def layers_in_file(self) -> str: ...
+    @property
     def ignored(self) -> tuple[str, ...]: ...
 
-    def build(self, *, card: ModelCard, ops: Any, weights: Any, attention: Any) -> ModelT:
+    def build(self, *, card: ModelCard, ops: Any, weights: Any, attention: Any, adapters: Any = None) -> ModelT:
         """Constructs the model, which asks `weights` for all it needs."""
 
 
@@ -70,8 +73,10 @@ def load_model(
     numerics: NumericsPlan | Numerics,
     attention: Any,
     progress: Progress | None = None,
+    adapters: Any = None,
 ) -> ModelT:
-    """Builds the family's model with the checkpoint's weights, packed for `ops`; the checkpoint is only read.
+    """Builds the family's model with the checkpoint's weights, packed for `ops`; the checkpoint is only read. `adapters`: room for changes
+    of its matrices, as the bricks ask for it (`layers.adapters.Adapters`).
 
     Raises WeightsError naming the tensor, what was expected and what was found: for a missing tensor, a wrong shape, an unreadable format,
     and for tensors that nothing asked for.
@@ -83,7 +88,7 @@ def load_model(
     # An op set that streams has only begun when the model is built: the files are read while the last tensors are asked for.
     uploader: Any = getattr(ops, "uploader", None)
     try:
-        model = family.build(card=card, ops=ops, weights=PlacedWeights(loading), attention=attention)
+        model = family.build(card=card, ops=ops, weights=PlacedWeights(loading), attention=attention, adapters=adapters)
         loading.refuse_surplus()
         if uploader is not None:
             try:
@@ -112,6 +117,9 @@ class PlacedWeights:
 
     def at(self, place: str) -> PlacedWeights:
         return PlacedWeights(self._loading, f"{self._inside}{place}.")
+
+    def place(self, name: str) -> str:
+        return self._inside + name
 
     def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> Any:
         numerics = self._loading.numerics
@@ -189,6 +197,8 @@ class _Loading:
         at: dict[str, RawTensor] = {}
         self._unplaced: list[str] = []
         for name, tensor in checkpoint.tensors.items():
+            if beyond_layers(name, family.layers_in_file, layers=card.layers):
+                continue
             place = place_of(name, family=family, gguf=checkpoint.kind == "gguf")
             if place is not None:
                 parts = parts_of(tensor, place, fused=family.fused, card=card)
@@ -200,7 +210,7 @@ class _Loading:
                 at.update(parts)
             elif not name.startswith(family.ignored):
                 self._unplaced.append(name)
-        self._at = regrouped(at, family.regroup)
+        self._at = dequantised(regrouped(at, family.regroup))
         self._all_bytes = sum(tensor.nbytes for tensor in self._at.values())
 
     def find(self, place: str) -> RawTensor | Derived:
@@ -268,8 +278,18 @@ class _Loading:
         return name.format(*numbers)
 
 
+def beyond_layers(name: str, prefix: str, *, layers: int) -> bool:
+    """Whether a name in the file is that of a layer which the card does not count; a family without such layers has the prefix ""."""
+    number = name.removeprefix(prefix).partition(".")[0] if prefix and name.startswith(prefix) else ""
+    return number.isdecimal() and int(number) >= layers
+
+
 def place_of(name: str, *, family: FamilyRow[Any], gguf: bool) -> str | None:
-    """The place in the model of a tensor, by its name in the file; None when the family has none for it."""
+    """The place in the model of a tensor, by its name in the file; None when the family has none for it. Block scales lie beside their
+    matrix."""
+    if name.endswith(SCALES):
+        matrix = place_of(name.removesuffix(SCALES), family=family, gguf=gguf)
+        return None if matrix is None else matrix + SCALES
     template = NUMBER.sub("{}", name)
     if gguf:
         template = family.gguf_names.get(template, "")

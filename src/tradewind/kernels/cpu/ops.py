@@ -22,6 +22,8 @@ from tradewind.kernels.ops import (
     Compute,
     Count,
     KVLayer,
+    LatentUp,
+    LowRankBank,
     PackedExperts,
     PackedMatrix,
     PagedRows,
@@ -43,6 +45,8 @@ DTYPES: dict[str, npt.DTypeLike] = {
 """numpy has no bfloat16: its bits are held as uint16."""
 
 KV_FORMATS = {"f32": 0, "f16": 1, "bf16": 2}
+UP_FORMATS = {"float32": 0, "uint16": 2}
+"""What makes keys and values of latents, by the type of its array (bf16 is held as uint16)."""
 ROW_FORMATS = {
     name: code
     for code, name in enumerate(("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))
@@ -52,6 +56,8 @@ LARGE_BYTES = 1 << 20
 with them (it prefetches), and 60 KV buffers of which a short prompt touches the start would hold 2 MB each."""
 MOST_EXPERTS = 1024
 """As in csrc/moe.cpp."""
+MOST_ROPE = 1024
+"""As in csrc/latent.cpp."""
 SAMPLE_PIECE = 4096
 SAMPLE_PIECE_BYTES = 272
 """One record per piece of the vocabulary in the scratch of `sample`; the same constants as in csrc/sample.cpp."""
@@ -214,6 +220,47 @@ class CpuOps:
             head_dim=head_dim,
             format=format,
         )
+
+    def latent_layer(self, *, pages: int, page_tokens: int, width: int, format: str) -> KVLayer:
+        assert page_tokens % 16 == 0, f"a page holds whole vectors of 16 latents, not {page_tokens}"
+        assert width % 16 == 0, f"a latent has whole vectors of 16 numbers, not {width}"
+        assert format in KV_FORMATS, f"no KV pages of format {format}"
+        return KVLayer(
+            k=self.empty((pages, page_tokens, width), format), v=self.empty((pages, 0), format), pages=pages, page_tokens=page_tokens,
+            kv_heads=1, head_dim=width, format=format,
+        )  # fmt: skip
+
+    def pack_latent(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> LatentUp:
+        """float32, or bf16 where that holds every value exactly (a checkpoint in bf16)."""
+        self._outside_recording("pack_latent")
+        (heads, nope, rank), value = keys.shape, values.shape[1]
+        assert rank % 16 == value % 16 == 0, f"latents of {rank} and values of {value} must be whole vectors of 16"
+        parts = [np.ascontiguousarray(each, np.float32) for each in (keys, values.swapaxes(1, 2))]
+        if not any((part.view(np.uint32) & 0xFFFF).any() for part in parts):
+            data = tuple(self.constant((part.view(np.uint32) >> 16).astype(np.uint16)) for part in parts)
+        else:
+            data = tuple(self.constant(part) for part in parts)
+        nbytes = sum(part.nbytes for part in data)
+        return LatentUp(heads=heads, nope=nope, value=value, rank=rank, data=data, nbytes=nbytes)
+
+    def low_rank_bank(self, *, slots: int, rank: int, n: int, k: int) -> LowRankBank:
+        """Float32, transposed, rank and N rounded up to whole vectors of 16; untouched pages cost nothing."""
+        whole, columns = -(-rank // 16) * 16, -(-n // 16) * 16
+        data = (self.empty((slots, k, whole), "f32"), self.empty((slots, whole, columns), "f32"))
+        return LowRankBank(slots=slots, rank=rank, n=n, k=k, data=data, nbytes=sum(each.nbytes for each in data))
+
+    def set_low_rank(
+        self, bank: LowRankBank, slot: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+    ) -> None:
+        self._outside_recording("set_low_rank")
+        rank = len(a)
+        assert rank <= bank.rank, (rank, bank.rank)
+        assert a.shape == (rank, bank.k), (a.shape, rank, bank.k)
+        assert b.shape == (bank.n, rank), (b.shape, bank.n, rank)
+        for each in bank.data:
+            each[slot] = 0
+        bank.data[0][slot, :, :rank] = a.T
+        bank.data[1][slot, :rank, : bank.n] = b.T
 
     # ----------------------------------------------------------------------------------------------------------- compute
 
@@ -420,6 +467,65 @@ class CpuOps:
             rows.lengths, rows.page_table, rows.page_table.shape[1], rows.rows, float(scale), (window or 0) if causal else -1,
             float(softcap or 0), sinks, out, self._parts, self._parts.nbytes,
             label=f"attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
+        )  # fmt: skip
+
+    def latent_store(
+        self,
+        q: Array,
+        latent: Array,
+        angles: Array,
+        write_slots: Array,
+        kv: KVLayer,
+        *,
+        heads: int,
+        weight: Array,
+        eps: float,
+        count: Count,
+    ) -> None:
+        _check(q, latent, angles, write_slots, weight, count)
+        rank, rope = len(weight), angles.shape[1]
+        assert latent.shape[1] == kv.head_dim == rank + rope, (latent.shape, kv.head_dim, rank, rope)
+        assert rope <= MOST_ROPE, rope
+        self._call(
+            "latent_store", q, latent, angles, rope, write_slots, kv.k, KV_FORMATS[kv.format], kv.head_dim, heads, q.shape[1] // heads,
+            weight, rank, float(eps), count, label=f"latent_store {kv.format} {list(latent.shape)}",
+        )  # fmt: skip
+
+    def latent_attention(
+        self, q: Array, kv: KVLayer, rows: PagedRows, up: LatentUp, *, scale: float, out: Array
+    ) -> None:
+        _check(q, rows.query_start, rows.lengths, rows.page_table, rows.rows, out)
+        tokens, rope = len(q), kv.head_dim - up.rank
+        assert q.shape[1] == up.heads * (up.nope + rope), (q.shape, up.heads, up.nope, rope)
+        assert out.shape[1] == up.heads * up.value, (out.shape, up.heads, up.value)
+        absorbed = tokens * up.heads * kv.head_dim * 4
+        scratch = self._scratch_of(absorbed + tokens * up.heads * up.rank * 4)
+        self._call(
+            "latent_attention", q, kv.k, KV_FORMATS[kv.format], kv.page_tokens, up.heads, up.rank, rope, up.nope, up.value, up.data[0],
+            up.data[1], UP_FORMATS[up.data[0].dtype.name], rows.query_start, rows.lengths, rows.page_table, rows.page_table.shape[1],
+            rows.rows, float(scale), out, scratch[:absorbed], scratch[absorbed:], self._parts, self._parts.nbytes,
+            label=f"latent_attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
+            alive=(up,),
+        )  # fmt: skip
+
+    def add_low_rank(
+        self, x: Array, bank: LowRankBank, adapters: Array, *, start: int, out: Array, count: Count
+    ) -> None:
+        _check(x, adapters, out, count)
+        assert x.shape[1] == bank.k, (x.shape, bank.k)
+        assert 0 <= start <= start + bank.n <= out.shape[1], (start, bank.n, out.shape)
+        rank = bank.data[0].shape[2]
+        inner = self._scratch_of(len(x) * rank * 4)
+        self._call(
+            "add_low_rank", x, bank.k, *bank.data, rank, bank.n, adapters, bank.slots, out, out.shape[1], start, inner, count,
+            label=f"add_low_rank [{len(x)}, {bank.k}] -> {bank.rank} -> {bank.n}, {bank.slots} adapters",
+        )  # fmt: skip
+
+    def glue(self, x: Array, *, activation: Activation, out: Array, count: Count) -> None:
+        _check(x, out, count)
+        assert x.shape[1] == 2 * out.shape[1], (x.shape, out.shape)
+        self._call(
+            "glue", x, out.shape[1], matrix.activation_code(activation), out, count, label=f"glue {activation} {list(out.shape)}"
         )  # fmt: skip
 
     def gather_rows(self, x: Array, index: Array, *, out: Array, count: Count) -> None:

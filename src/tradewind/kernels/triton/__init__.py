@@ -7,7 +7,8 @@ grids have static upper bounds and programs without work leave early. Plain-torc
 Programmatic dependent launch (`pdl=True`): a kernel lets its successor start at once and waits for its predecessor before the first load of
 anything that a kernel wrote. What it loads before that wait are weights only. *Every* kernel of a chain launched with pdl waits, so the end
 of a kernel implies the end of all before it. One exception, by name: a kernel launched with `early=True` reads lengths, page table and old
-keys before its wait; that is safe behind a kernel launched with `late=True`, which lets its successor start only after its own wait:
+keys before its wait (attention), or what was routed two kernels before (moe.one_down); that is safe behind a kernel launched with
+`late=True`, which lets its successor start only after its own wait:
 
     kernel i - 2 (wrote lengths ...)  ends  ->  kernel i - 1 (late) returns from its wait, lets i start  ->  kernel i (early) reads them
 

@@ -4,6 +4,7 @@ Knows: pages, splits, the merge by the last program to arrive. Refuses to know: 
 
     program  (split, kv head, row); keys of split s: [s C, (s + 1) C), C = the row's length over SPLITS, rounded up to whole tiles
     tile     the H / G query heads of one kv head against BN keys: the pages' bytes are read once for all of them
+    shared   leading keys that all rows share were another kernel's (shared.py): the first split folds in what that left, in order
     fresh    with FUSED the row's own new key and value come from qkv: rotated and stored by the program that holds the last split, and
              attended from registers, so that no program waits for another's write
 
@@ -12,6 +13,8 @@ Only the row's own length and SPLITS decide how its sum is cut: batch mates chan
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -56,14 +59,21 @@ def _fold(score, value, top, total, acc, DOT: tl.constexpr):
 
 
 @triton.jit
+def shared_chunk(shared, BN: tl.constexpr, SPLITS: tl.constexpr):
+    """Keys of one split of the shared ones, whole tiles; at least 1."""
+    return tl.maximum(tl.cdiv(tl.cdiv(shared, BN), SPLITS) * BN, 1)
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lengths_ptr, rows_ptr, starts_ptr, sinks_ptr, part_ptr, arrived_ptr,
+    found_ptr, shared_part_ptr,
     angles_ptr, q_weight_ptr, k_weight_ptr, eps,
     table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, DOT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr, SHARED_BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     split = tl.program_id(0)
@@ -102,6 +112,8 @@ def _decode_kernel(
     first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0) // BN * BN
+    if SHARED > 0:
+        first = tl.load(found_ptr)
     chunk = tl.cdiv(tl.cdiv(length - first, BN), SPLITS) * BN
     begin = first + split * chunk
     if begin >= length:
@@ -185,6 +197,24 @@ def _decode_kernel(
         top, total, acc = _fold(score, value.to(DOT), top, total, acc, DOT)
     acc *= v_scale
 
+    if SHARED > 0:  # splits of the shared keys, in their order; with none, nothing is loaded and nothing changes
+        SHARED_PART: tl.constexpr = SHARED * RATIO * (D + 2)
+        theirs = shared_part_ptr + (row * G + g).to(tl.int64) * SHARED_PART
+        used = tl.where(split == 0, tl.cdiv(first, shared_chunk(first, SHARED_BN, SHARED)), 0)
+        for s_shared in tl.static_range(SHARED):
+            live_s = live_h & (s_shared < used)
+            place = s_shared * RATIO + j
+            top_s = tl.load(theirs + SHARED * RATIO * D + place, mask=live_s, other=float("-inf"))
+            total_s = tl.load(theirs + SHARED * RATIO * (D + 1) + place, mask=live_s, other=0.0)
+            mask_s = live_s[:, None] & live_v[None, :]
+            acc_s = tl.load(theirs + place[:, None] * D + d[None, :], mask=mask_s, other=0.0)
+            both = tl.maximum(top, top_s)
+            shrink_mine = tl.exp2(top - both)
+            shrink_s = tl.exp2(top_s - both)
+            acc = acc * shrink_mine[:, None] + acc_s * shrink_s[:, None]
+            total = total * shrink_mine + total_s * shrink_s
+            top = both
+
     if FUSED:
         if end == length:
             if NORM:
@@ -264,6 +294,17 @@ def _decode_kernel(
                 tl.store(out_at + (g * RATIO + first_h + u) * D + d, merged.to(out_ptr.dtype.element_ty), mask=live_v)
 
 
+@dataclass(frozen=True)
+class SharedKeys:
+    """What `paged_decode` folds in of keys that all its rows share: found int32 [>= 2] (keys, row), parts float32 of shared.py, cut into at
+    most `splits` pieces of whole tiles of `block_n` keys."""
+
+    found: Tensor
+    parts: Tensor
+    splits: int
+    block_n: int
+
+
 def paged_decode(
     q: Tensor,
     k_pages: Tensor,
@@ -290,6 +331,7 @@ def paged_decode(
     arrived: Tensor | None = None,
     pdl: bool = False,
     early: bool = False,
+    shared: SharedKeys | None = None,
 ) -> None:
     """out [T, H D] = attention of each one-token row over its pages; other rows (by query_start int32 [R + 1]) are left alone.
 
@@ -300,6 +342,8 @@ def paged_decode(
     workspace float32 (`decode_workspace_floats`), arrived int32 [R G] zeros (left zero): only for config.splits > 1.
     early (fused only): lengths, page table and the first tile of older keys are read before the wait for the previous kernel; that kernel
     must have been launched with `late`, and must not write any of them.
+    shared (neither fused nor with a window): keys before shared.found[0] are not read; their sums come from shared.parts, which
+    `shared_attention` has written.
     Source: FlashAttention 2 (Dao 2023), split-KV decode.
     """
     count, kv_heads, page_tokens, dim = lengths.shape[0], *k_pages.shape[1:]
@@ -307,6 +351,9 @@ def paged_decode(
     fused = angles is not None
     assert fused or not early, "only the fused kernel reads older keys alone"
     assert not fused or angles.shape[1] == dim, "the fused rotation covers the whole head"
+    assert shared is None or not (fused or window is not None), (
+        "shared keys are for rotated queries that see everything"
+    )
     assert pow2(config.splits) == config.splits, f"{config.splits} splits are no power of two"
     assert config.splits == 1 or (workspace is not None and arrived is not None), "splits need workspace and counters"
     dot = multiplied_as(k_pages)
@@ -316,12 +363,14 @@ def paged_decode(
         q, k_pages, v_pages, out, page_table, lengths, rows if rows is not None else lengths,
         query_start if query_start is not None else lengths, sinks if sinks is not None else lengths,
         workspace if workspace is not None else q, arrived if arrived is not None else lengths,
+        shared.found if shared is not None else lengths, shared.parts if shared is not None else q,
         angles if fused else q, q_weight if q_weight is not None else q, k_weight if k_weight is not None else q, eps,
         page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, B=page_tokens,
         BM=pow2(ratio, 16), BN=config.block_n, HALF=half, SPLITS=config.splits, TOGETHER=together, DOT=dot,
         WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
         FUSED=fused, NORM=q_weight is not None, EARLY=early, COUNTED=rows is not None,
+        SHARED=shared.splits if shared is not None else 0, SHARED_BN=shared.block_n if shared is not None else 1,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 

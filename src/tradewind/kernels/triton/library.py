@@ -81,34 +81,49 @@ def fresh_attention(
     kv_heads: int,
     scale: float,
     softcap: float | None,
+    begun: Tensor | None = None,
     out: Tensor,
 ) -> None:
     """out [T, H D] = causal attention of every row over its own tokens in this step, by FlashAttention 3 (package fa3-fwd).
 
-    q [T, H D]; k and v are the middle and last part of qkv [T, (H + 2G) D], k rotated; query_start int32 [R + 1]. A row with earlier keys
-    gets a wrong answer, which its own kernel must overwrite.
+    q [T, H D]; k and v are the middle and last part of qkv [T, (H + 2G) D], k rotated; query_start int32 [R + 1]. begun int32 [R]: rows
+    with 0 there are left alone, the others have their count of tokens; without it, a row with earlier keys gets a wrong answer, which its
+    own kernel must overwrite.
     """
     tokens, dim = len(q), q.shape[1] // heads
     parts = qkv.view(tokens, heads + 2 * kv_heads, dim)
     k, v = parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
     if q.device.type != "cuda":
-        _fresh_in_torch(q.view(tokens, heads, dim), k, v, query_start, scale=scale, softcap=softcap, out=out)
+        _fresh_in_torch(
+            q.view(tokens, heads, dim), k, v, query_start, scale=scale, softcap=softcap, begun=begun, out=out
+        )
         return
     import fa3_fwd._C  # noqa: F401 - brings torch.ops.fa3_fwd
 
     torch.ops.fa3_fwd.fwd(
         q.view(tokens, heads, dim), k, v, out=out.view(tokens, heads, dim), cu_seqlens_q=query_start, cu_seqlens_k=query_start,
+        seqused_q=begun,
         max_seqlen_q=tokens, max_seqlen_k=tokens, softmax_scale=scale, is_causal=True, softcap=softcap or 0.0, num_splits=1,
     )  # fmt: skip
 
 
 def _fresh_in_torch(
-    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *, scale: float, softcap: float | None, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    begun: Tensor | None,
+    out: Tensor,
 ) -> None:
     """The same row by row, for the interpreter's tests."""
     start = query_start.tolist()
-    for first, end in pairwise(start):
-        if first == end:
+    wanted = [end - first for first, end in pairwise(start)] if begun is None else begun.tolist()
+    for (first, end), tokens in zip(pairwise(start), wanted, strict=True):
+        assert tokens in (0, end - first), f"{tokens} of a row's {end - first} tokens"
+        if tokens == 0:
             continue
         repeat = q.shape[1] // k.shape[1]
         keys, values = (part[first:end].float().repeat_interleave(repeat, 1) for part in (k, v))

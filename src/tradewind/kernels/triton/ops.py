@@ -9,7 +9,7 @@ Inside `record` compute ops are written down; outside one runs at once, by itsel
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,12 +19,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tradewind.kernels.ops import Activation, Compute, Count, KVLayer, PackedMatrix, PagedRows, RowTable, SampleColumns
+from tradewind.kernels.ops import (
+    Activation,
+    Compute,
+    Count,
+    KVLayer,
+    PackedExperts,
+    PackedMatrix,
+    PagedRows,
+    Routing,
+    RowTable,
+    SampleColumns,
+)
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton import upload
 from tradewind.kernels.triton.launch import FP8
 from tradewind.kernels.triton.tape import Bucket, Tape
-from tradewind.kernels.triton.tuning import Tuning, tuned
+from tradewind.kernels.triton.tuning import AttentionWays, Tuning, tuned
 from tradewind.kernels.triton.workspace import Workspace
 
 DTYPES = {
@@ -55,15 +66,18 @@ class CudaOps:
         read_blocks: upload.ReadBlocks | None = None,
         tuning: Tuning | None = None,
         pdl: bool | None = None,
+        ways: AttentionWays | None = None,
     ) -> None:
         """deterministic: a row's bits do not depend on the other rows of a step. read_blocks: how block formats become float32; without
-        it only F32, F16 and BF16 are read. pdl: dependent launches, by default on a GPU."""
+        it only F32, F16 and BF16 are read. pdl: dependent launches, by default on a GPU. ways: attention that was not measured
+        yet, by default none."""
         self.device = torch.device(device)
         self.deterministic = deterministic
         self.pdl = self.device.type == "cuda" if pdl is None else pdl
         self.tuning = tuning or tuned(
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "no GPU"
         )
+        self.ways = ways or AttentionWays()
         self.workspace = Workspace(self.device)
         self._read_blocks = read_blocks or _no_blocks
         self.uploader = upload.Uploader(self.device, read_blocks=self._read_blocks)
@@ -141,7 +155,7 @@ class CudaOps:
         self._outside_recording("copy_pages")
         places = [torch.from_numpy(np.array(ids, np.int64)).to(self.device) for ids in (source, target)]
         for pages in (kv.k, kv.v):
-            raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages  # torch gathers no e4m3
+            raw = _raw(pages)
             raw.index_copy_(0, places[1], raw.index_select(0, places[0]))
 
     # ----------------------------------------------------------------------------------------------------------- packing
@@ -208,6 +222,31 @@ class CudaOps:
         if first.layout == "fp8":
             return packed(whole.view(FP8), torch.cat([part.data[1] for part in parts]))
         return packed(whole)
+
+    def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
+        """Tensors [X, N, K] (fp8: and scales [X, N]). Parts that are still being uploaded have been given their place here from the start;
+        others are copied to it."""
+        self._outside_recording("pack_experts")
+        first: PackedMatrix | None = None
+        number = 0
+        with self.uploader.stacking(experts) as stacks:
+            source = iter(parts)
+            stacks.begin(0)
+            while (part := next(source, None)) is not None:
+                first = first or part
+                alike = (part.layout, part.n, part.k, part.gated) == (first.layout, first.n, first.k, first.gated)
+                assert number < experts and alike, f"expert {number} of {experts}: [{part.n}, {part.k}] {part.layout}"
+                for index, values in enumerate(part.data):
+                    place = stacks.place(index, tuple(values.shape), values.dtype)
+                    if place.data_ptr() != values.data_ptr():
+                        _raw(place).copy_(_raw(values))
+                number += 1
+                stacks.begin(number)
+        assert first is not None and number == experts, f"{number} of {experts} experts"
+        return PackedExperts(
+            experts=experts, n=first.n, k=first.k, layout=first.layout, gated=first.gated, data=tuple(stacks.wholes),
+            nbytes=sum(whole.nbytes for whole in stacks.wholes),
+        )  # fmt: skip
 
     def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable:
         """bf16 rows, whatever the file has."""
@@ -344,6 +383,41 @@ class CudaOps:
             sinks=sinks, out=out, causal=causal, fresh=fresh,
         )  # fmt: skip
 
+    def route(
+        self, logits: Tensor, routing: Routing, *, bias: Tensor | None, ids: Tensor, weights: Tensor, count: Count
+    ) -> None:
+        self._call(
+            "route",
+            tokens=len(logits),
+            logits=logits,
+            routing=routing,
+            bias=bias,
+            ids=ids,
+            weights=weights,
+            count=count,
+        )
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        *,
+        activation: Activation,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        out: Tensor,
+        count: Count,
+    ) -> None:
+        assert gate_up.gated and not down.gated and gate_up.n == 2 * down.k, (gate_up.n, down.k)
+        assert x.shape[1] == gate_up.k and out.shape[1] == down.n, (x.shape, gate_up.k, out.shape, down.n)
+        self._call(
+            "experts", tokens=len(x), x=x, ids=ids, weights=weights, gate_up=gate_up, down=down, activation=activation,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, out=out, count=count,
+        )  # fmt: skip
+
     def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:
         self._call("gather_rows", tokens=len(out), x=x, index=index, out=out, count=count)
 
@@ -430,6 +504,11 @@ def packed(values: Tensor, scale: Tensor | None = None) -> PackedMatrix:
         data=data,
         nbytes=sum(part.nbytes for part in data),
     )
+
+
+def _raw(values: Tensor) -> Tensor:
+    """e4m3 as bytes: torch moves it nowhere by itself."""
+    return values.view(torch.uint8) if values.dtype == FP8 else values
 
 
 def _no_blocks(raw: npt.NDArray[np.uint8], format: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -122,7 +122,7 @@ def _prefill_kernel(
     R, table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, B: tl.constexpr,
     BQ: tl.constexpr, RATIO: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr, STEPS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SINGLES: tl.constexpr, COUNTED: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, SINGLES: tl.constexpr, BEGUN: tl.constexpr, COUNTED: tl.constexpr,
     TMA: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -153,6 +153,9 @@ def _prefill_kernel(
         if tokens == 1:
             return
     length = tl.load(lengths_ptr + row)
+    if not BEGUN:
+        if length == tokens:
+            return
     j = tl.arange(0, BQ * RATIO)
     token = block + j // RATIO
     head = g * (H // G) + j % RATIO
@@ -200,7 +203,8 @@ def _prefill_kernel(
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32)
         total += tl.exp2(sink * 1.4426950408889634 - top)
-    result = acc * (v_scale / total)[:, None]
+    # Behind a window, rows of the tile that are no tokens may see no key at all; every token's total is at least 1.
+    result = acc * (v_scale / tl.maximum(total, 1e-30))[:, None]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -222,6 +226,7 @@ def paged_prefill(
     out: Tensor,
     rows: Tensor | None = None,
     singles: bool = True,
+    begun: bool = True,
     config: PrefillConfig,
     pdl: bool = False,
 ) -> None:
@@ -229,7 +234,8 @@ def paged_prefill(
 
     q [T, H D], its capacity T sets the grid; query_start int32 [R + 1], lengths int32 [R], page_table int32 [R, P], rows int32 [1] live
     rows, all on the device. Pages [pages, G, B, D] bf16, f16, float32 or e4m3 (value = stored * scale). singles=False leaves rows of one
-    token to `paged_decode`. Sources: FlashAttention 2 (Dao 2023); the tile search as in vLLM's unified kernel, rewritten.
+    token to `paged_decode`, begun=False those without older keys to `library.fresh_attention`. Sources: FlashAttention 2 (Dao 2023); the
+    tile search as in vLLM's unified kernel, rewritten.
     """
     capacity, count = q.shape[0], lengths.shape[0]
     kv_heads, page_tokens, dim = k_pages.shape[1:]
@@ -248,7 +254,7 @@ def paged_prefill(
         sinks if sinks is not None else lengths, count, page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, DP=pow2(dim, 16), B=page_tokens,
         BQ=block_q, RATIO=ratio, BN=config.block_n, DOT=dot, STEPS=max(1, count.bit_length()),
-        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, COUNTED=rows is not None, TMA=tma,
-        PAIRS=tma and config.pairs,
+        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, BEGUN=begun,
+        COUNTED=rows is not None, TMA=tma, PAIRS=tma and config.pairs,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages), **({"maxnreg": config.registers} if config.registers else {}),
     )  # fmt: skip

@@ -10,7 +10,9 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
 
     x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
     norm, delta -> norm     one launch (norms on both sides of a block)
-    norm -> matmuls         gemv: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
+    experts                 1 token, few tokens, or pairs sorted by expert (moe.py); their weighted sum in the next norm, or added to x
+    norm -> matmuls         gemv, experts of one token: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
+    attention               prefill, then decode of one-token rows; prompts that begin by FlashAttention 3; keys shared by all in one pass
     rope_store, attention   one-token rows, few: one launch; the angles come from a table by position, so rope_angles is dead
 """
 
@@ -23,8 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tradewind.kernels.ops import KVLayer, PackedMatrix
-from tradewind.kernels.triton import decode, elementwise, encode, library, norm, prefill, rope, skinny
+from tradewind.kernels.ops import KVLayer, PackedMatrix, PagedRows
+from tradewind.kernels.triton import (
+    decode,
+    elementwise,
+    encode,
+    library,
+    mixture,
+    moe,
+    norm,
+    prefill,
+    rope,
+    shared,
+    skinny,
+)
 from tradewind.kernels.triton.tape import ADDERS, Bucket, Call, Tape, address
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig, Tuning
 from tradewind.kernels.triton.workspace import Workspace
@@ -78,7 +92,9 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
         planner.take_fresh_keys()
         planner.fold_residuals()
         planner.fold_norms_of_deltas()
+        planner.fold_combines()
         planner.fold_norms()
+        planner.count_while_routing()
         planner.drop_unread_angles()
     planner.quantise_inputs()
     for call in planner.calls:
@@ -139,6 +155,8 @@ class Planner:
 
     def wants_fp8(self, call: Call) -> bool:
         """Whether a call is a matmul whose input is quantised: FP8 weights, but for the one-row way, which widens them."""
+        if call.op == "experts":
+            return call["gate_up"].layout == "fp8" and mixture.way(self, call) != "one"
         return is_matmul(call) and call["weight"].layout == "fp8" and self.way(call) != "gemv"
 
     # ---------------------------------------------------------------------------------------------------------- passes
@@ -185,7 +203,7 @@ class Planner:
 
     def take_fresh_keys(self) -> None:
         """Where all keys of the long rows are in this step, attention reads them from the qkv buffer, rotated in place."""
-        if not self.bucket.fresh or self.deterministic:
+        if self.bucket.fresh == "none" or self.deterministic:
             return
         for i, call in enumerate(self.calls):
             if call.op != "attention" or not call["fresh"] or call["window"] is not None or call["sinks"] is not None:
@@ -205,7 +223,7 @@ class Planner:
     def fold_residuals(self) -> None:
         """A matmul whose result is only added to the residual stream by the next norm adds it itself."""
         for i, call in enumerate(self.calls):
-            if not is_matmul(call) or self.way(call) == "library" or call["residual"] is not None:
+            if call["residual"] is not None or not self.adds_residual(call):
                 continue
             out = address(call["out"])
             readers = self.readers(i, out)
@@ -224,6 +242,42 @@ class Planner:
             ):
                 call["residual"] = call["out"] = x
                 adder["delta"] = None
+
+    def adds_residual(self, call: Call) -> bool:
+        """Whether its kernel can add to the stream."""
+        if call.op == "experts":
+            return mixture.way(self, call) == "one"
+        return is_matmul(call) and self.way(call) != "library"
+
+    def fold_combines(self) -> None:
+        """The weighted sum of experts' answers, where only the next norm adds it, is computed there."""
+        for i, call in enumerate(self.calls):
+            if call.op != "experts" or mixture.way(self, call) == "one":
+                continue
+            out = address(call["out"])
+            readers = self.readers(i, out)
+            if readers is None or len(readers) != 1:
+                continue
+            adder = self.calls[readers[0]]
+            if (
+                adder.op == "add_rms_norm"
+                and adder["delta"] is not None
+                and address(adder["delta"]) == out
+                and adder["delta_weight"] is None
+                and self.untouched(address(call["weights"]), i, readers[0], reads=False)
+                and not any(between.op == "experts" for between in self.calls[i + 1 : readers[0]])
+            ):
+                adder["mixture"] = call
+
+    def count_while_routing(self) -> None:
+        """route counts pairs for the sorting behind it."""
+        for i, call in enumerate(self.calls):
+            if call.op != "experts" or mixture.way(self, call) != "sorted":
+                continue
+            source = self.last_write(i, address(call["ids"]))
+            made = self.calls[source] if source >= 0 else None
+            if made is not None and made.op == "route" and all(c.op != "experts" for c in self.calls[source:i]):
+                made["experts"], call["counted"] = call, True
 
     def fold_norms_of_deltas(self) -> None:
         """A norm whose result only the next norm adds (norms on both sides of a block) becomes a part of that one."""
@@ -258,19 +312,18 @@ class Planner:
             readers = self.readers(i, address(call["out"]))
             if not readers or x == address(call["out"]):
                 continue
-            if all(
-                is_matmul(self.calls[j])
-                and self.way(self.calls[j]) == "gemv"
-                and address(self.calls[j]["out"]) != x
-                and self.calls[j]["residual"] is None
-                and self.untouched(x, i, j, reads=False)
-                for j in readers
-            ):
+            if all(self.takes_norm(self.calls[j], x) and self.untouched(x, i, j, reads=False) for j in readers):
                 for j in readers:
                     self.calls[j]["x"] = call["x"]
                     self.calls[j]["norm"], self.calls[j]["eps"] = call["weight"], call["eps"]
                 gone.add(i)
         self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
+
+    def takes_norm(self, call: Call, x: int) -> bool:
+        """Whether its kernel can norm its input, which it then reads from x."""
+        if call.op == "experts":  # may add to x: its first launch has read x by then
+            return mixture.way(self, call) == "one"
+        return is_matmul(call) and self.way(call) == "gemv" and address(call["out"]) != x and call["residual"] is None
 
     def drop_unread_angles(self) -> None:
         """rope_angles whose result nobody reads any more."""
@@ -340,6 +393,14 @@ class Planner:
         if call["quantised"]:
             small, scales = self.workspace.quantised(call["out"])
             out, scale, text = self.cut(small), self.cut(scales), text + " -> fp8"
+        if call["mixture"] is not None:
+            source = call["mixture"]
+            answers, weights = mixture.answers_of(self, source), self.cut(source["weights"])
+            self.own(
+                moe.combine_norm, f"{text} of {weights.shape[1]} experts", x, answers, weights, call["weight"], eps=call["eps"], out=out,
+                scale=scale, count=self.count(call),
+            )  # fmt: skip
+            return
         self.own(
             norm.add_rms_norm, text, x, delta, call["weight"], eps=call["eps"], out=out,
             delta_weight=call["delta_weight"], delta_eps=call["delta_eps"] or 0.0, scale=scale, count=self.count(call),
@@ -492,6 +553,12 @@ class Planner:
         elif bias is not None and not in_matmul:
             self.own(elementwise.add_bias, f"bias {shape(out)}", out, bias, count=self.count(call))
 
+    def _route(self, call: Call) -> None:
+        mixture.emit_route(self, call)
+
+    def _experts(self, call: Call) -> None:
+        mixture.emit_experts(self, call)
+
     def _rope_store(self, call: Call) -> None:
         kv, qkv = call["kv"], self.cut(call["qkv"])
         by_position = call["positions"] is not None
@@ -515,29 +582,31 @@ class Planner:
             self.own(encode.paged_encode, f"encode {shape(q)}", q, kv.k, kv.v, query_start=query_start, **common)
             return
         common["window"] = call["window"]
+        part = call["qkv"] is not None and bucket.fresh == "some"
         if call["qkv"] is not None:
-            # Rows of one token, whose older keys are in the pages, come out wrong here and are written again below.
+            # All fresh: rows of one token, whose older keys are in the pages, come out wrong here and are written again below.
             self.launch(
-                library.fresh_attention, f"fa3 {shape(q)}", q, self.cut(call["qkv"]), query_start, heads=call["heads"],
-                kv_heads=kv.kv_heads, scale=call["scale"], softcap=call["softcap"], out=out,
+                library.fresh_attention, f"fa3 {shape(q)}{' of rows that begin' if part else ''}", q, self.cut(call["qkv"]), query_start,
+                heads=call["heads"], kv_heads=kv.kv_heads, scale=call["scale"], softcap=call["softcap"],
+                begun=self.begun(rows) if part else None, out=out,
             )  # fmt: skip
-            if bucket.rows == 1:
+            if bucket.rows == 1 and not part:
                 return
             common["query_start"] = query_start
-        elif self.deterministic or not bucket.singles:
+        if part or (call["qkv"] is None and (self.deterministic or not bucket.singles)):
             # A lone row is this kernel's alone, so that a chunk costs one launch; it may have one token.
             alone = self.deterministic or bucket.rows == 1
             ratio = call["heads"] // kv.kv_heads
             config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, ratio)
             if self.deterministic:  # which tiles make a pair depends on where a chunk begins
                 config = replace(config, pairs=False)
+            common["query_start"] = query_start
             self.own(
-                prefill.paged_prefill, f"prefill {shape(q)}, {config}", q, kv.k, kv.v,
-                query_start=query_start, singles=alone, config=config, **common,
+                prefill.paged_prefill, f"prefill {shape(q)}{' of rows that go on' if part else ''}, {config}", q, kv.k, kv.v,
+                singles=alone, begun=not part, config=config, **common,
             )  # fmt: skip
             if alone:
                 return
-            common["query_start"] = query_start
         if bucket.rows == 1:
             common["rows"] = None
         form = decode_config(self.tuning, bucket, kv, call["heads"] // kv.kv_heads)
@@ -561,7 +630,40 @@ class Planner:
                 "early": early,
             }  # fmt: skip
             text += " + rope" + (", early" if early else "")
+        elif bucket.shared and not self.deterministic and call["window"] is None:
+            common["shared"] = self.shared_keys(call, common)
+            text += " behind shared keys"
         self.own(decode.paged_decode, text, q, kv.k, kv.v, config=form, **common)
+
+    def begun(self, rows: PagedRows) -> Tensor:
+        """int32 [R]: tokens of rows that begin in the step, filled where it is laid out."""
+        return self.workspace.beside(rows.lengths, "begun", len(rows.lengths))[: self.bucket.rows]
+
+    def shared_keys(self, call: Call, common: dict[str, Any]) -> decode.SharedKeys:
+        """Launches the pass over keys that all one-token rows share; what it leaves is folded in by the kernel behind it."""
+        bucket, kv, heads = self.bucket, call["kv"], call["heads"]
+        packed = 1 << (heads // kv.kv_heads - 1).bit_length()
+        config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, heads // kv.kv_heads)
+        if kv.format == "fp8":  # conversions want more registers than two programs a multiprocessor leave
+            config = replace(config, registers=0)
+        splits = self.tuning.shared_splits(kv.kv_heads * -(-bucket.rows * packed // config.block_m))
+        # At once as much as any number of rows may need: tiles times splits are at most the multiprocessors, or splits are 1.
+        most = max(len(call["rows"].lengths), self.tuning.multiprocessors * config.block_m // (kv.kv_heads * packed))
+        need = shared.shared_parts_floats(most, heads=heads, head_dim=kv.head_dim, splits=1)
+        assert bucket.rows * splits <= most
+        keys = decode.SharedKeys(
+            found=self.workspace.beside(call["rows"].page_table, "shared", 4),
+            parts=self.workspace.piece("shared parts", need, dtype=torch.float32),
+            splits=splits,
+            block_n=config.block_n,
+        )
+        q, query_start = self.cut(call["q"]), common.get("query_start")
+        self.own(
+            shared.shared_attention, f"shared keys {shape(q)}, {splits} splits, {config}", q, kv.k, kv.v, keys=keys,
+            page_table=common["page_table"], rows=call["rows"].rows, query_start=query_start, heads=heads, scale=call["scale"],
+            softcap=call["softcap"], config=config,
+        )  # fmt: skip
+        return keys
 
 
 def is_matmul(call: Call) -> bool:

@@ -25,9 +25,9 @@ def width(rows: int) -> int:
 @triton.jit(do_not_specialize=["T", "R", "tokens_stride", "table_stride", "out_stride", "TOKEN_BLOCKS"])
 def _lay_out_kernel(
     slot_ptr, start_ptr, count_ptr, rows_ptr, tokens_ptr, table_ptr,
-    ids_ptr, positions_ptr, query_start_ptr, lengths_ptr, write_slots_ptr, page_table_ptr, total_ptr,
+    ids_ptr, positions_ptr, query_start_ptr, lengths_ptr, write_slots_ptr, page_table_ptr, total_ptr, begun_ptr,
     T, R, tokens_stride, table_stride, out_stride, TOKEN_BLOCKS,
-    B: tl.constexpr, BT: tl.constexpr, R_P2: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr,
+    B: tl.constexpr, BT: tl.constexpr, R_P2: tl.constexpr, BP: tl.constexpr, BEGUN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     wait_for_previous(PDL)
@@ -55,8 +55,12 @@ def _lay_out_kernel(
         r_one = program - TOKEN_BLOCKS
         live_one = r_one < rows
         slot_one = tl.load(slot_ptr + r_one, mask=live_one, other=0).to(tl.int64)
-        length = tl.load(start_ptr + r_one, mask=live_one, other=0) + tl.load(count_ptr + r_one, mask=live_one, other=0)
+        start_one = tl.load(start_ptr + r_one, mask=live_one, other=0)
+        count_one = tl.load(count_ptr + r_one, mask=live_one, other=0)
+        length = start_one + count_one
         tl.store(lengths_ptr + r_one, length)
+        if BEGUN:
+            tl.store(begun_ptr + r_one, tl.where((start_one == 0) & (count_one > 1), count_one, 0))
         used = tl.cdiv(length, B)
         for first in range(0, used, BP):
             p = first + tl.arange(0, BP)
@@ -80,9 +84,11 @@ def lay_out(
     write_slots: Tensor,
     page_table: Tensor,
     total: Tensor,
+    begun: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Fills ids, positions, write_slots (int32 [T]), query_start [R + 1], lengths [R], page_table [R, P] and total [1] for one KV group.
+    begun [R], where wanted: the tokens of rows of several that begin in this step, 0 for all others.
 
     Header: slot, start, count int32 [R], rows int32 [1]. Slots: tokens int32 [S, C], table int32 [S, P]. Rows beyond the live ones get
     length 0 and an empty range; of page_table only the used entries are written. R <= 1024. Oracle: device/layout.py:lay_out.
@@ -93,8 +99,8 @@ def lay_out(
     token_blocks = triton.cdiv(capacity, block)
     _lay_out_kernel[(token_blocks + limit,)](
         slot, start, count, rows, tokens, table, ids, positions, query_start, lengths, write_slots, page_table, total,
-        capacity, limit, tokens.stride(0), table.stride(0), page_table.stride(0), token_blocks,
-        B=page_tokens, BT=block, R_P2=width(limit), BP=128, **launch_options(pdl=pdl, warps=4),
+        begun if begun is not None else lengths, capacity, limit, tokens.stride(0), table.stride(0), page_table.stride(0), token_blocks,
+        B=page_tokens, BT=block, R_P2=width(limit), BP=128, BEGUN=begun is not None, **launch_options(pdl=pdl, warps=4),
     )  # fmt: skip
 
 

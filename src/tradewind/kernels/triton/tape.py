@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from tradewind.kernels.triton.ops import CudaOps
     from tradewind.kernels.triton.program import Program
+
+
+Fresh = Literal["none", "some", "all"]
+"""Which rows of several tokens have all of their keys in the step, as prompts that begin in it do; "none": nothing is made of those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,9 @@ class Bucket:
     """Every row has exactly one token: a decode step."""
     longest: int
     """No row has more keys than this, the step's own included; picks how attention is split."""
-    fresh: bool = False
-    """Every row of several tokens has all of its keys in this step: a prompt that begins here."""
+    fresh: Fresh = "none"
+    shared: bool = False
+    """One-token rows may share leading keys, which are then read once for all of them; how many is known on the device."""
 
 
 READS: dict[str, tuple[str, ...]] = {
@@ -38,6 +43,7 @@ READS: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("x", "delta"),
     "attention": ("q",),
     "embed": ("ids",),
+    "experts": ("x", "ids", "weights", "residual"),
     "gated_linear": ("x", "residual"),
     "gather_rows": ("x", "index"),
     "gelu": ("x",),
@@ -46,6 +52,7 @@ READS: dict[str, tuple[str, ...]] = {
     "rms_norm_span": ("x",),
     "rope_angles": ("positions",),
     "rope_store": ("qkv", "angles", "positions", "write_slots"),
+    "route": ("logits",),
     "scale": ("x",),
     "softcap": ("x",),
 }
@@ -57,6 +64,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("x", "out"),
     "attention": ("out",),
     "embed": ("out",),
+    "experts": ("out",),
     "gated_linear": ("out",),
     "gather_rows": ("out",),
     "gelu": ("x",),
@@ -65,6 +73,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "rms_norm_span": ("x",),
     "rope_angles": ("out",),
     "rope_store": ("out",),
+    "route": ("ids", "weights"),
     "scale": ("x",),
     "softcap": ("x",),
 }
@@ -127,6 +136,14 @@ class Tape:
     def results(self) -> set[int]:
         """Addresses of the buffers that somebody outside may read."""
         return self.kept | (self.calls[-1].writes() if self.calls else set())
+
+    def kernels_change_at(self, sizes: Iterable[int]) -> set[int]:
+        """Of these numbers of tokens those from which on experts have other kernels than below."""
+        from tradewind.kernels.triton.mixture import changes_at
+
+        wanted = sorted(sizes)
+        calls = [call for call in self.calls if call.op == "experts"]
+        return {size for call in calls for size in changes_at(self.ops, call, wanted)}
 
     def program(self, bucket: Bucket, *, fuse: bool = True) -> Program:
         """Plans the launches for a bucket; allocates what scratch they need. fuse=False: one op after the other, for looking for faults."""

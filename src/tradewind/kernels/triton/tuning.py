@@ -35,6 +35,19 @@ class TileConfig:
     split: int
     warps: int
     stages: int
+    tma: bool = False
+    """Experts only: weights are loaded by the tensor copy engine."""
+
+
+@dataclass(frozen=True)
+class ExpertGemvConfig:
+    """One token's experts: `rows` outputs a program, `block` columns at a time, `ahead` of these blocks under way; `narrow` as above."""
+
+    rows: int
+    block: int
+    warps: int
+    ahead: int
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,19 @@ class PrefillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionWays:
+    """Ways to compute attention that were not measured on a GPU yet; each is off unless it is asked for."""
+
+    shared_prefix: int | None = None
+    """From so many leading keys on that all decoding rows of a step share, those are read once for all rows (shared.py)."""
+    partly_fresh: int | None = None
+    """Where some prompts of a step begin in it and others go on: from so many tokens on of the longest that begins, FlashAttention 3
+    computes those that begin."""
+    mixed_rows: tuple[int, ...] = ()
+    """Further numbers of rows that steps with prompts have grids for (runner/buckets.py:FEW_ROWS and all there are)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Tuning:
     """The constants of one GPU."""
 
@@ -72,8 +98,13 @@ class Tuning:
     """By (outputs N, depth K, FP8 weights): shapes that were measured."""
     fuse_rope_rows: int = 16
     """Up to so many one-token rows the attention kernel does rotation and KV write itself; above, a launch of their own is faster."""
+    shared_rows: int = 24
+    """From so many one-token rows on shared keys are read once for all."""
     tile_rows: int = 64
     """Up to so many rows the tiles beat cuBLAS with its separate epilogues."""
+
+    few_expert_tokens: int = 16
+    """Up to so many tokens (16 at most) pairs need not be sorted by expert."""
 
     def gemv(self, outputs: int, depth: int, *, fp8: bool) -> GemvConfig:
         """Constants of a one-row matmul."""
@@ -99,6 +130,32 @@ class Tuning:
         split = 1 if many else next(pieces for pieces in (4, 2, 1) if depth // 128 % pieces == 0)
         return TileConfig(bm, 64, 128, split, 4, 4 if bm < 64 else 3)
 
+    def expert_gemv(self, depth: int, *, gated: bool, fp8: bool) -> ExpertGemvConfig:
+        """Constants of the chosen experts' matmuls for one token; depth of one expert's matrix."""
+        if fp8:
+            return ExpertGemvConfig(4, 512 if depth % 512 == 0 else 256, 4, 4, narrow=True)
+        if gated:  # its input is float32: see `narrow`
+            return ExpertGemvConfig(4, 1024, 4, 2, narrow=True)
+        return ExpertGemvConfig(
+            2, 1024, 4, 8
+        )  # blocks as wide as a program's loads, or x goes through shared memory for each
+
+    def expert_tile(self, tokens: int, chosen: int, experts: int, depth: int, *, fp8: bool) -> TileConfig:
+        """Constants of the experts' matmuls for a step of several tokens; bm is how many pairs of one expert make a block.
+
+        Up to `few_expert_tokens` a block holds all tokens. Above, about as many as an expert gets on average: a block of more reads its
+        weights once, and computes rows that are not there.
+        """
+        bk = next((size for size in (128, 64, 32) if depth % size == 0), 64)
+        average = tokens * chosen / experts
+        if tokens <= self.few_expert_tokens or average <= 12:
+            return TileConfig(16, 64, bk, 1, 4, 4)
+        if average <= 32:
+            return TileConfig(32, 128, min(bk, 128 if fp8 else 64), 1, 4, 4)
+        if average <= 96:
+            return TileConfig(64, 128, min(bk, 128 if fp8 else 64), 1, 4, 4)
+        return TileConfig(128, 128, min(bk, 128 if fp8 else 64), 1, 8, 4)
+
     def decode(self, rows: int, longest: int, *, packed: int = 4, fp8: bool = False) -> DecodeConfig:
         """Constants of attention for a bucket of one-token rows with at most `longest` keys each; `packed` query heads share a kv head."""
         if rows <= 2:
@@ -114,6 +171,10 @@ class Tuning:
         if rows <= 48 and longest <= 4096:
             return DecodeConfig(1, 128, 8, 3)
         return DecodeConfig(1, 64, 4, 3) if rows <= 96 else DecodeConfig(1, 128, 4, 2)
+
+    def shared_splits(self, tiles: int) -> int:
+        """Into how many pieces shared keys are cut for so many tiles of rows and kv heads: about one program a multiprocessor."""
+        return min(8, 1 << max(0, (self.multiprocessors // tiles).bit_length() - 1))
 
     def prefill(self, head_dim: int, page_tokens: int) -> PrefillConfig:
         """Constants of attention for rows of several tokens."""
@@ -143,6 +204,9 @@ TUNINGS: dict[str, Tuning] = {
             (4096, 4096, False): GemvConfig(2, 2048, 4),
             (14336, 4096, False): GemvConfig(2, 4096, 8, narrow=True),
             (4096, 14336, False): GemvConfig(4, 2048, 8),
+            # Qwen3-30B-A3B: qkv and router, not measured; as the shapes next to them
+            (5120, 2048, False): GemvConfig(4, 1024, 8, narrow=True),
+            (128, 2048, False): GemvConfig(1, 1024, 4, narrow=True),
             (6144, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),
             (4096, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),
             (14336, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),

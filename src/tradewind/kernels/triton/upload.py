@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -76,6 +76,34 @@ class Transfer:
     lock: threading.Lock
 
 
+class Stacks:
+    """Tensors [count, ...] that are filled one after another, as `Uploader.empty` is asked for the parts of each."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.wholes: list[Tensor] = []
+        self._count, self._device = count, device
+        self._number = self._next = 0
+
+    def begin(self, number: int) -> None:
+        """What is asked for from now on belongs to this one."""
+        self._number, self._next = number, 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next tensor of the one that was begun."""
+        self._next += 1
+        return self.place(self._next - 1, shape, dtype)
+
+    def place(self, part: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Where the tensor `part` of the one that was begun lies."""
+        if part == len(self.wholes):
+            self.wholes.append(torch.empty((self._count, *shape), dtype=dtype, device=self._device))
+        whole = self.wholes[part]
+        assert whole.shape[1:] == tuple(shape) and whole.dtype == dtype, (
+            f"{tuple(shape)} {dtype} in {tuple(whole.shape)}"
+        )
+        return whole[self._number]
+
+
 class Uploader:
     """Sends tensors to one device; used by one thread, works with several. Reusable after `finish` or `cancel`."""
 
@@ -98,9 +126,23 @@ class Uploader:
         self._lock = threading.Lock()
         self._files: dict[Path, int] = {}
         self._waiting: list[tuple[Future[None], int]] = []
+        self._stacks: Stacks | None = None
+
+    @contextmanager
+    def stacking(self, count: int) -> Iterator[Stacks]:
+        """In the block, memory that is asked for is a part of tensors [count, ...]: what is sent to it lies where it belongs when it
+        arrives, and nothing waits for it."""
+        assert self._stacks is None, "a stack is open already"
+        self._stacks = stacks = Stacks(count, self._device)
+        try:
+            yield stacks
+        finally:
+            self._stacks = None
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory on the device for something to `put`; not initialised."""
+        if self._stacks is not None:
+            return self._stacks.empty(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def put(self, source: Stored, into: Tensor) -> None:

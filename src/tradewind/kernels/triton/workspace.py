@@ -5,6 +5,7 @@ Knows: sizes and lifetimes. Refuses to know: kernels, calls and programs.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Workspace:
     _floats: Tensor | None = None
     _counters: Tensor | None = None
     _both: Tensor | None = None
+    _pieces: dict[str, Tensor] = field(default_factory=dict)
     _twins: dict[tuple[Any, ...], tuple[Tensor, ...]] = field(default_factory=dict)
     _tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -52,6 +54,22 @@ class Workspace:
         if self._both is None or self._both.numel() < rows * width:
             self._both = self._new(rows * width, dtype=torch.bfloat16)
         return self._both[: rows * width].view(rows, width)
+
+    def piece(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Scratch of that name: its value lives until the next launch that writes the piece."""
+        count = math.prod(shape)
+        held = self._pieces.get(name)
+        if held is None or held.numel() < count:
+            held = self._pieces[name] = self._new(count, dtype=dtype)
+        assert held.dtype == dtype, (name, held.dtype, dtype)
+        return held[:count].view(shape)
+
+    def beside(self, buffer: Tensor, name: str, *shape: int) -> Tensor:
+        """int32 zeros that belong to a buffer: facts about a step that are computed beside it. Lives as long as the buffer."""
+        key = (address(buffer), *shape, name)
+        if key not in self._twins:
+            self._twins[key] = (self._new(*shape, dtype=torch.int32),)
+        return self._twins[key][0]
 
     def quantised(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The FP8 twin of a buffer [T, K]: e4m3 [T, K] and float32 [T]. It lives as long as the buffer's value."""

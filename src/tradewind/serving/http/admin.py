@@ -173,6 +173,7 @@ class HealthPage(Page):
         report = {
             "status": status, "running": stats.running, "waiting": stats.waiting, "since_progress_s": round(still_s, 3),
             "steps": stats.steps, "pages_used": stats.pages_used, "pages_total": stats.pages_total, "error": error,
+            "diagnosis": None if front.diagnosis is None else front.diagnosis(),
         }  # fmt: skip
         body = msgspec.json.encode(msgspec.convert(report, Health))
         code = 200 if status in ("ok", "asleep") else 503

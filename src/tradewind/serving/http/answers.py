@@ -228,6 +228,13 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
+class AdaptersLoaded(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter, POST /v1/unload_lora_adapter."""
+
+    loaded: list[str]
+    """Names of all adapters."""
+
+
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     """POST /abort."""
 
@@ -253,6 +260,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: list[int]
     pages_total: list[int]
     error: str | None = None
+    diagnosis: str | None = None
+    """A name and the evidence, where something is wrong or a request has just failed in a way that says so."""
 
 
 # -- responses

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from tradewind.serving.http.adapters import LoadAdapterEndpoint, UnloadAdapterEndpoint
 from tradewind.serving.http.admin import (
     AbortEndpoint,
     DetokenizeEndpoint,
@@ -52,6 +53,8 @@ def make_app(front: Front) -> Starlette:
         "/v1/embeddings": EmbeddingsEndpoint,
         "/tokenize": TokenizeEndpoint,
         "/detokenize": DetokenizeEndpoint,
+        "/v1/load_lora_adapter": LoadAdapterEndpoint,
+        "/v1/unload_lora_adapter": UnloadAdapterEndpoint,
         "/abort": AbortEndpoint,
         "/sleep": SleepPage,
         "/wake_up": WakePage,

@@ -38,6 +38,16 @@ def check_model(front: Front, model: str | None) -> str:
     )
 
 
+def adapter_of(front: Front, model: str | None) -> str:
+    """What `Request.adapter` says for a model's name; raises ApiError 404 for an adapter that has gone since `check_model`."""
+    if front.adapters is None or model is None or model in (front.model, *front.served_names):
+        return ""
+    try:
+        return front.adapters.key(model)
+    except RequestError as error:
+        raise ApiError(404, str(error), param="model", code="model_not_found") from None
+
+
 def sampling_of(
     front: Front,
     body: Sampling,
@@ -124,7 +134,7 @@ def make_requests(
             400, f"{len(prompts)} prompts with n={sampling.n} are {count} sequences; one request may have {options.max_sequences}",
             param="n" if len(prompts) == 1 else prompt_field, code="invalid_value",
         )  # fmt: skip
-    salt = body.cache_salt or ""
+    salt, adapter = body.cache_salt or "", adapter_of(front, body.model)
     requests: list[Request] = []
     for place, tokens in enumerate(prompts):
         try:
@@ -137,6 +147,7 @@ def make_requests(
                 tenant=caller.tenant or (body.user or ""),
                 # The colon cannot be part of a tenant, so no salt of one tenant equals another's.
                 cache_salt=f"{caller.tenant}:{salt}" if caller.tenant or salt else "",
+                adapter=adapter,
                 deadline_s=None if options.request_timeout_s is None else now + options.request_timeout_s,
             )
         except (RequestError, LimitError) as error:

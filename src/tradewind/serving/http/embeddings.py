@@ -21,7 +21,7 @@ from tradewind.contract.request import Request
 from tradewind.contract.step import Floats
 from tradewind.serving.embedding import vector_of
 from tradewind.serving.http.answers import EmbeddingRecord, EmbeddingsAnswer, EmbeddingsUsage
-from tradewind.serving.http.asking import check_model
+from tradewind.serving.http.asking import adapter_of, check_model
 from tradewind.serving.http.completions import prompt_ids, prompts_of
 from tradewind.serving.http.edge import Caller, caller_of
 from tradewind.serving.http.endpoint import Endpoint
@@ -119,6 +119,7 @@ class EmbeddingsEndpoint(Endpoint[EmbeddingsRequest]):
                 request_id=id if of == 1 else f"{id}-{place}",
                 tenant=caller.tenant or (body.user or ""),
                 cache_salt=f"{caller.tenant}:" if caller.tenant else "",
+                adapter=adapter_of(front, body.model),
                 deadline_s=None if timeout_s is None else now + timeout_s,
             )
         except RequestError as error:

@@ -16,6 +16,7 @@ from tradewind.contract.errors import UserError
 from tradewind.contract.events import FinishReason, FrontTimes, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.stats import EngineStats
+from tradewind.serving.adapters import AdapterBook
 from tradewind.serving.chat_template import ChatTemplate
 from tradewind.serving.intake import Intake
 from tradewind.serving.parsers.table import ParserChoice
@@ -112,6 +113,8 @@ class Options:
     """Samples times prompts of one HTTP request."""
     cors_origins: tuple[str, ...] = ()
     """Empty: no CORS headers. "*" allows every origin."""
+    adapter_folder: str | None = None
+    """Whose adapters may be loaded at run time, by whoever may ask anything; None: nobody's."""
     allow_sleep: bool = False
     """Whether POST /sleep is obeyed: whoever may ask anything may then stop everybody's service."""
     request_timeout_s: float | None = None
@@ -137,6 +140,8 @@ class Front:
     max_running: int
     served_names: tuple[str, ...] = ()
     """Other names by which the model may be asked for."""
+    adapters: AdapterBook | None = None
+    """Adapters of the model, asked for by their names as a model is; None: the engine has no room for any."""
     options: Options = field(default_factory=Options)
     honours_priority: bool = True
     """The engine's queue looks at priorities (policy "priority"); otherwise a request that has one is refused."""
@@ -155,6 +160,8 @@ class Front:
     """(answer id or X-Request-Id, tenant) -> the itemised receipt as JSON, None where this tenant has none. None: none are kept."""
     slowest: Callable[[int, str], bytes] | None = None
     """(how many, tenant) -> the slowest of them as JSON."""
+    diagnosis: Callable[[], str | None] | None = None
+    """What is wrong with the engine, where something is and somebody finds it out."""
     created_s: int = 0
     """Unix time that /v1/models tells."""
 
@@ -164,5 +171,6 @@ class Front:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name the model answers to, its own first."""
-        return tuple(dict.fromkeys((self.model, *self.served_names)))
+        """Every name the model answers to, its own first, those of its adapters last."""
+        adapters = self.adapters.names if self.adapters is not None else ()
+        return tuple(dict.fromkeys((self.model, *self.served_names, *adapters)))

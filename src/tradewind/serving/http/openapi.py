@@ -69,6 +69,14 @@ ENDPOINTS: tuple[Described, ...] = (
         gives=answers.Tokenized,
     ),
     Described(path="/detokenize", method="post", summary="Text of token ids", takes=types.DetokenizeRequest, gives=answers.Detokenized),
+    Described(
+        path="/v1/load_lora_adapter", method="post", summary="Give an adapter in a folder a name to ask for it by",
+        takes=types.LoadAdapterRequest, gives=answers.AdaptersLoaded, also=(403,),
+    ),
+    Described(
+        path="/v1/unload_lora_adapter", method="post", summary="Take an adapter's name away", takes=types.UnloadAdapterRequest,
+        gives=answers.AdaptersLoaded, also=(403, 404),
+    ),
     Described(path="/abort", method="post", summary="End open requests", takes=types.AbortRequest, gives=answers.Aborted),
     Described(
         path="/sleep", method="post", summary="Finish what is open, take nothing new, give the cache's memory back",

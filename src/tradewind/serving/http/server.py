@@ -36,6 +36,8 @@ STEADY_S = 60.0
 LAST_WORDS_S = 5
 """So long answers that are already ended may take to reach their readers."""
 CUT_S = 1.0
+DIAGNOSE_S = 5.0
+"""After so long without a step the engine is asked what it does, however patient the operator is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +188,8 @@ class FrontServer:
         """Says when steps stop coming while there is work, once for each time, and when they go on."""
         limit_s = self._patience.stall_timeout_s
         stalled_since_s: float | None = None
+        looked = False
+        look_s = min(DIAGNOSE_S, limit_s)
         interval_s = min(1.0, limit_s / 4)
         while True:
             slept_s = time.monotonic()
@@ -197,6 +201,12 @@ class FrontServer:
             if now - slept_s > interval_s + limit_s / 2:
                 continue  # this process stood still itself: what the engine has said since is not read yet
             progress_s = self._engine.stats().last_progress_s
+            if now - progress_s > look_s and (not looked or self._engine.looking):
+                looked = True
+                self._engine.look(now - progress_s)
+            elif looked and now - progress_s <= look_s:
+                looked = False
+                self._engine.goes_on()
             if stalled_since_s is not None and progress_s > stalled_since_s:
                 LOG.info(f"the engine goes on, after {now - stalled_since_s:.1f} s")
                 stalled_since_s = None

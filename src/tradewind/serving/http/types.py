@@ -317,6 +317,20 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     skip_special_tokens: bool | None = None
 
 
+class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Within the folder that the operator named."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
+
+
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /abort."""
 

@@ -1,5 +1,5 @@
 "use strict";
-/* The live board. Knows: GET board (every second while the page is seen) and GET plan. Refuses to know: the chat. */
+/* The live board. Knows: GET board (every second while the page is seen) and GET plan; who shows the parts. Refuses to know: the chat. */
 
 /** Three digits: 0.412, 4.12, 41.2, 412, 4 120. */
 function digits(value) {
@@ -76,6 +76,8 @@ class Meter {
 }
 
 const board = {
+  polls: 0,
+  uptime: 0,
   key: () => "",
   onRefused: () => {},
   ttft: new Card("Time to first token", new Chart({ title: "Time to first token", names: ["p50", "p95"], show: showMs })),
@@ -93,6 +95,9 @@ const board = {
     const use = make("article", "card", make("h3", "", "In use"), meters);
     const cards = [this.ttft, this.itl, this.flow, this.memory, this.requests].map((card) => card.element);
     document.getElementById("cards").replaceChildren(...cards, use);
+    timeline.build();
+    document.getElementById("targets-form").addEventListener("input", () => this.poll());
+    document.getElementById("targets-form").addEventListener("submit", (event) => event.preventDefault());
   },
 
   headers() {
@@ -140,12 +145,18 @@ const board = {
     document.getElementById("model").textContent = now.model;
     document.getElementById("version").textContent = `Tradewind ${now.version}`;
     document.getElementById("uptime").textContent = `up ${spelledTime(now.uptime_s)}`;
+    targets.show(now.attainment);
+    if (now.uptime_s < this.uptime) timeline.forget();
+    this.uptime = now.uptime_s - 5; // answers may come in another order
+    if (now.timeline) timeline.take(now.timeline);
     this.status(now.status === "ok" ? "ok" : "bad", now.status === "ok" ? "serving" : now.status);
   },
 
   async poll() {
     try {
-      const answer = await fetch("board", { headers: this.headers(), cache: "no-store", signal: AbortSignal.timeout(5000) });
+      const since = timeline.since();
+      const query = [...(since === null ? [] : [`steps=${since}`]), ...targets.query()].join("&");
+      const answer = await fetch(query ? `board?${query}` : "board", { headers: this.headers(), cache: "no-store", signal: AbortSignal.timeout(5000) });
       if (answer.status === 401) {
         this.status("bad", "API key needed");
         this.onRefused();
@@ -154,6 +165,7 @@ const board = {
       } else {
         this.show(await answer.json());
         if (!this.planned) await this.plan();
+        if (document.getElementById("slowest-body").checkVisibility() && this.polls++ % 3 === 0) await receipts.poll();
       }
     } catch {
       this.status("bad", "not reachable");
@@ -184,6 +196,14 @@ function spelledTime(seconds) {
   return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
 }
 
+/** "fair: it has to be asked for; slo: no class has a target" as a list. */
+function rejected(text) {
+  return make("ul", "rejected", ...text.split(/;\s+/).map((one) => {
+    const [, name, why] = one.match(/^([^:]{1,60}):\s(.+)$/s) ?? [null, one, ""];
+    return make("li", "", make("b", "", name), why ? `: ${why}` : "");
+  }));
+}
+
 function planned(plan) {
   const facts = make("dl");
   for (const [name, text] of [
@@ -191,10 +211,12 @@ function planned(plan) {
     ["Model", `${plan.model} (${plan.family}, ${digits(plan.parameters / 1e6)}M parameters, ${plan.layers} layers)`],
     ["Machine", `${plan.machine}, ${plan.cores} cores, ${showBytes(plan.memory_bytes)}`],
     ["Limits", `${digits(plan.max_context)} tokens of context, ${plan.max_running} at once, ${digits(plan.max_tokens_per_step)} tokens a step`],
+    ["Queue", plan.policy],
+    ...plan.classes.map((one) => [`Class ${one.name}`, ["ttft", "tpot", "e2e"].filter((name) => one[`${name}_s`] != null).map((name) => `${METRIC[name].toLowerCase()} ${showMs(1e3 * one[`${name}_s`])}`).join(", ") || "no targets"]),
   ]) facts.append(make("dt", "", name), make("dd", "", text));
-  const reasons = make("ul", "", ...plan.reasons.map((reason) => {
-    const item = make("li", "", make("div", "row", make("b", reason.pinned ? "pinned" : "", reason.choice), make("span", "", reason.value)), make("p", "", reason.why));
-    if (reason.rejected) item.append(make("p", "", `Not: ${reason.rejected}`));
+  const reasons = make("ul", "choices", ...plan.reasons.map((reason) => {
+    const item = make("li", "", make("div", "row", make("b", reason.pinned ? "pinned" : "", reason.choice.replaceAll("_", " ")), make("span", "", reason.value)), make("p", "", reason.why));
+    if (reason.rejected) item.append(make("p", "not", "Rejected:"), rejected(reason.rejected));
     return item;
   }));
   const total = plan.ledger.reduce((sum, line) => sum + line.bytes, 0);

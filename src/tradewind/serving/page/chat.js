@@ -1,7 +1,7 @@
 "use strict";
 /* The playground. Knows: POST v1/chat/completions as a stream, and how an answer is shown. Text is only ever set as text, never as HTML. */
 const $ = (id) => document.getElementById(id);
-const KEPT = ["system", "temperature", "top-p", "max-tokens", "seed", "tools", "key"]; // in this tab's session
+const KEPT = ["system", "temperature", "top-p", "max-tokens", "seed", "tools", "key", "target-ttft", "target-tpot", "target-e2e"]; // in this tab's session
 
 // -- text ---------------------------------------------------------------------------------------------------------------
 
@@ -443,6 +443,12 @@ function view(name) {
   for (const button of document.querySelectorAll(".views button")) button.setAttribute("aria-pressed", String(button.dataset.to === name));
 }
 
+/** A phone has room for one of both at a time. */
+const narrow = matchMedia("(max-width: 820px)");
+function fit() {
+  if (narrow.matches && document.body.dataset.view === "both") view("chat");
+}
+
 let asked = false;
 board.key = () => $("key").value.trim();
 board.onRefused = () => {
@@ -450,6 +456,8 @@ board.onRefused = () => {
   asked = true;
 };
 recall();
+fit();
+narrow.addEventListener("change", fit);
 board.build();
 board.run();
 $("composer").addEventListener("submit", send);
@@ -461,7 +469,7 @@ document.addEventListener("keydown", (event) => { if (event.key === "Escape") st
 $("stop").addEventListener("click", stop);
 $("clear").addEventListener("click", clear);
 $("settings").addEventListener("submit", (event) => event.preventDefault());
-$("settings").addEventListener("input", remember);
+for (const id of ["settings", "targets-form"]) $(id).addEventListener("input", remember);
 $("key").addEventListener("change", () => { note(""); board.poll(); });
 $("settings-button").addEventListener("click", () => openSettings($("settings").hidden));
 for (const idea of document.querySelectorAll(".ideas button")) {

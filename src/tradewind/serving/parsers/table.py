@@ -212,7 +212,17 @@ _TOKEN_SIGNS = (
     (hermes.BEGIN, "hermes"),
 )
 
-_FAMILIES = {"gpt_oss": "harmony", "mistral": "mistral", "qwen2": "hermes", "qwen3": "hermes"}
+# DeepSeek-V2 has no row: its template takes no tools.
+_FAMILIES = {
+    "deepseek_v3": "deepseek_v3",
+    "gpt_oss": "harmony",
+    "mistral": "mistral",
+    "mixtral": "mistral",
+    "qwen2": "hermes",
+    "qwen2_moe": "hermes",
+    "qwen3": "hermes",
+    "qwen3_moe": "hermes",
+}
 
 
 def parser_for(

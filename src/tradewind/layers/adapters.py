@@ -1,0 +1,84 @@
+"""Room for the low-rank changes of many adapters at once, a bank for each matrix that may be changed (LoRA, Hu et al. 2021).
+
+Knows: which bank belongs to which place in the model. Refuses to know: files (weights/adapters.py) and who uses which slot (runner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tradewind.contract.errors import UserError
+from tradewind.device.batch import ForwardBatch
+from tradewind.kernels.ops import AdapterOps, LowRankBank, Ops, Tensor
+
+if TYPE_CHECKING:
+    from tradewind.layers.build import Weights
+
+Floats = NDArray[np.float32]
+Changes = Mapping[str, tuple[Floats, Floats]]
+"""Place of a matrix [N, K] -> A [r, K] and B [N, r] of its change B A, scaled."""
+
+
+class Adapters:
+    """The banks of one model. Owner: one runner, which alone writes into them, between steps."""
+
+    def __init__(self, ops: Ops, *, slots: int, rank: int) -> None:
+        """slots: adapters held at once. rank: the largest of one."""
+        self.ops = cast("AdapterOps", ops)
+        self.slots = slots
+        self.rank = rank
+        self._banks: dict[str, LowRankBank] = {}
+
+    def bank(self, place: str, *, n: int, k: int) -> LowRankBank:
+        """A bank for the matrix [n, k] at a place; a brick asks when it is built."""
+        assert place not in self._banks, place
+        self._banks[place] = self.ops.low_rank_bank(slots=self.slots, rank=self.rank, n=n, k=k)
+        return self._banks[place]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all banks."""
+        return sum(bank.nbytes for bank in self._banks.values())
+
+    def check(self, changes: Changes) -> None:
+        """Raises UserError where an adapter changes what this model has no bank for, or in other shapes."""
+        for place, (a, b) in changes.items():
+            bank = self._banks.get(place)
+            if bank is None:
+                raise UserError(f"the adapter changes {place}, which cannot be changed in this model")
+            if (a.shape[1], b.shape[0]) != (bank.k, bank.n) or len(a) != b.shape[1]:
+                raise UserError(
+                    f"the adapter's change of {place} is {b.shape} by {a.shape}; the matrix is {(bank.n, bank.k)}"
+                )
+            if len(a) > self.rank:
+                raise UserError(
+                    f"the adapter has rank {len(a)}; the largest that this engine has room for is {self.rank}"
+                )
+
+    def put(self, slot: int, changes: Changes) -> None:
+        """Writes an adapter into a slot, in place of what was there; one that `check` lets pass."""
+        for place, bank in self._banks.items():
+            a, b = changes.get(place, (np.zeros((0, bank.k), np.float32), np.zeros((bank.n, 0), np.float32)))
+            self.ops.set_low_rank(bank, slot, a, b)
+
+
+class LowRank:
+    """What adapters add to a matmul of one or several matrices stacked along their outputs."""
+
+    def __init__(self, adapters: Adapters, weights: Weights, sizes: Mapping[str, int], *, k: int) -> None:
+        """sizes: place -> outputs, as the matmul was made of."""
+        self.ops = adapters.ops
+        self.parts: list[tuple[int, LowRankBank]] = []
+        start = 0
+        for name, n in sizes.items():
+            self.parts.append((start, adapters.bank(weights.place(f"{name}.weight"), n=n, k=k)))
+            start += n
+
+    def __call__(self, batch: ForwardBatch, x: Tensor, *, out: Tensor) -> None:
+        """Adds to out [T, N] what each token's adapter makes of x [T, K]."""
+        for start, bank in self.parts:
+            self.ops.add_low_rank(x, bank, batch.adapters, start=start, out=out, count=batch.tokens)
