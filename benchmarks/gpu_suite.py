@@ -702,7 +702,7 @@ def go_ways(texts: Sequence[str]) -> None:
     from tradewind.kernels.triton import ops
     from tradewind.kernels.triton.tuning import AttentionWays
 
-    values = {name: parsed_value(value) for name, _, value in (text.partition("=") for text in texts)}
+    values: dict[str, Any] = {name: parsed_value(value) for name, _, value in (text.partition("=") for text in texts)}
     ways = AttentionWays(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     ops.CudaOps = functools.partial(ops.CudaOps, ways=ways)  # type: ignore[misc, assignment]
 

@@ -15,7 +15,17 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from tradewind import __version__, cli_baseline, cli_bench_serve, cli_explain, cli_replay, cli_simulate
+from tradewind import (
+    __version__,
+    cli_ablate,
+    cli_baseline,
+    cli_bench_serve,
+    cli_explain,
+    cli_plan_goals,
+    cli_replay,
+    cli_simulate,
+    cli_whatif,
+)
 from tradewind.contract.errors import EngineDeadError, UserError
 
 if TYPE_CHECKING:
@@ -105,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{close}")
 
 
-MODULES = (cli_baseline, cli_explain, cli_replay, cli_simulate)
+MODULES = (cli_ablate, cli_baseline, cli_explain, cli_replay, cli_simulate, cli_whatif)
 """Commands with a file of their own."""
 
 
@@ -179,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("plan", _plan, text, arguments=" [MODEL]")
     plan.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
+    cli_plan_goals.add_arguments(plan)
     _add_model(plan)
 
     serve = command("serve", _serve, "Serve over HTTP, as the OpenAI API does.", arguments=" [MODEL]")
@@ -238,7 +249,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--page-tokens", type=_whole, metavar="N", help="tokens of a page of keys and values")
     means.add_argument("--max-tokens-per-step", type=_whole, metavar="N", help="longer prompts are computed in chunks")
     means.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
-    means.add_argument("--policy", choices=["arrival", "fair", "priority"], help="who is served first")
+    means.add_argument("--policy", choices=["arrival", "fair", "length", "priority", "slo"], help="who is served first")
     means.add_argument("--threads", type=_whole, metavar="N", help="threads that compute")
     for name, text in (
         ("prefix-cache", "reuse the KV of shared prefixes"),
@@ -363,6 +374,18 @@ def _whole(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is too small; at least 1")
     return value
+
+
+def _nothing_beside(arguments: argparse.Namespace) -> None:
+    """Raises UserError when goals or means are stated beside a file of goals."""
+    beside = argparse.ArgumentParser(add_help=False)
+    _add_model(beside)
+    stated = [name for name, value in vars(beside.parse_args([])).items() if getattr(arguments, name) != value]
+    if stated:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in stated)
+        raise UserError(
+            f"{options} and the file of goals {arguments.model_name} state the same things; write them into the file"
+        )
 
 
 def _goals(arguments: argparse.Namespace) -> Goals:
@@ -619,12 +642,20 @@ def _read_line(interactive: bool) -> str | None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
     import msgspec
 
     from tradewind.assemble import make_plan
     from tradewind.plan_view import plan_text
     from tradewind.weights.fetch import RichProgress
 
+    if cli_plan_goals.is_goals_file(arguments.model_name):
+        _nothing_beside(arguments)
+        return cli_plan_goals.run(arguments, Path(arguments.model_name))
+    for option in ("trace", "times", "out"):
+        if getattr(arguments, option) is not None:
+            raise UserError(f"--{option} goes with a file of goals: tradewind plan GOALS.toml --{option} …")
     if arguments.model_name is not None:
         if arguments.model not in (None, arguments.model_name):
             raise UserError(f"two models are named, {arguments.model_name!r} and {arguments.model!r}; give one")
@@ -643,7 +674,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tradewind.phases import process_began_s
 
     began_s = process_began_s() if arguments.is_process else None
-    if arguments.model_name is not None:
+    stated = None
+    if cli_plan_goals.is_goals_file(arguments.model_name):
+        from tradewind.config.goals_file import read_goals
+
+        _nothing_beside(arguments)
+        stated = read_goals(Path(arguments.model_name))
+    elif arguments.model_name is not None:
         if arguments.model not in (None, arguments.model_name):
             raise UserError(f"two models are named, {arguments.model_name!r} and {arguments.model!r}; give one")
         arguments.model = arguments.model_name
@@ -652,7 +689,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tradewind.serve import ServeOptions, read_keys, serve
 
     options = ServeOptions(
-        goals=_goals(arguments),
+        goals=_goals(arguments) if stated is None else stated,
         script=None if arguments.script is None else Path(arguments.script),
         host=arguments.host,
         port=arguments.port,

@@ -339,7 +339,9 @@ class FrontParts:
                 health_timeout_s=options.stall_timeout_s,
                 allow_sleep=options.allow_sleep,
             ),
-            honours_priority=ready.schedule.policy == "priority",
+            classes=options.goals.classes,
+            honours_priority=ready.schedule.policy == "priority"
+            or any(one.match.priority is not None for one in options.goals.classes),
             speech=self._speech,
             structured=self._structured,
             more_routes=page_routes(board=hub.board.json, plan=lambda: hub.plan),

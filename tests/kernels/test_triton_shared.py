@@ -22,9 +22,11 @@ if INTERPRETED:
 elif not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 set before Python starts", allow_module_level=True)
 
+from tradewind.contract.kv import KVGroup  # noqa: E402
 from tradewind.kernels import reference  # noqa: E402
 from tradewind.kernels.triton import decode, library, prefill, shared, step  # noqa: E402
 from tradewind.kernels.triton.tuning import DecodeConfig, PrefillConfig, Tuning  # noqa: E402
+from tradewind.runner.sharing import SharedPages  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
@@ -122,6 +124,7 @@ class Step:
             workspace=torch.empty(need, dtype=F32, device=DEVICE), arrived=arrived, **common,
         )  # fmt: skip
         assert arrived.count_nonzero() == 0
+        self.parts = keys.parts.view(rows, -1)
         return out
 
 
@@ -231,6 +234,7 @@ def test_mixed_steps_touch_one_token_rows_alone(config):
     assert difference(out[own], made.truth()[own]) < TOLERANCE
     others = [token for token in range(len(out)) if token not in own]
     assert torch.isnan(out[others].float()).all(), "rows of several tokens are another kernel's"
+    assert torch.isnan(made.parts[[1, 4]]).all() and torch.isfinite(made.parts[[0, 2, 3, 5]]).all()
 
 
 def test_the_same_bits_twice():
@@ -241,6 +245,26 @@ def test_the_same_bits_twice():
 def test_splits_fill_the_card():
     table = Tuning(multiprocessors=132)
     assert [table.shared_splits(tiles) for tiles in (1, 8, 16, 32, 64, 128, 500)] == [8, 8, 8, 4, 2, 1, 1]
+
+
+def test_the_host_guesses_from_one_page_of_each_slot():
+    groups = [
+        KVGroup(index=i, kind=kind, layers=(i,), kv_heads=1, head_dim=16, page_tokens=16, format="bf16", window=window)
+        for i, (kind, window) in enumerate((("window", 32), ("full", None)))
+    ]
+    pages = SharedPages(groups, slots=8, least_keys=33)  # whole from the third page on
+    slots = np.array([1, 4, 6], np.int32)
+    for slot in slots:
+        pages.enter(1, np.array([[slot] * 4, [0, 1, 2, 3], [7, 8, 9, 20 + slot]], np.int32))
+    assert pages.possible(slots, least_rows=3) and not pages.possible(slots, least_rows=4)
+    assert not pages.possible(np.array([1, 4, 2], np.int32), least_rows=2), "slot 2 has no third page"
+    pages.enter(0, np.array([[4], [2], [11]], np.int32))
+    assert pages.possible(slots, least_rows=3), "another group's pages"
+    pages.leave(4)
+    assert not pages.possible(slots, least_rows=3) and pages.possible(slots[[0, 2]], least_rows=2)
+    never = SharedPages(groups, slots=8, least_keys=None)
+    never.enter(1, np.array([[1, 2], [0, 0], [7, 7]], np.int32))
+    assert not never.wanted and not never.possible(slots, least_rows=1)
 
 
 # ---------------------------------------------------------------------------------- prompts that begin, prompts that go on

@@ -282,7 +282,8 @@ def choose_kv_format(
         return choices_cuda.choose_kv_format(means, card=card, hardware=hardware)
     if means.kv_format == "fp8":
         raise UserError(f"kv_format fp8 is not supported by the {backend} backend; use f16, bf16 or f32")
-    price = {bits: show_bytes(2 * card.layers * card.kv_heads * card.head_dim * bits // 8) for bits in (16, 32)}
+    kept = card.latent.width if card.latent is not None else 2 * card.kv_heads * card.head_dim
+    price = {bits: show_bytes(card.layers * kept * bits // 8) for bits in (16, 32)}
     if means.kv_format is not None:
         why = f"as asked; {price[32 if means.kv_format == 'f32' else 16]} a token"
         return means.kv_format, Reason(choice="kv_format", value=means.kv_format, why=why, pinned=True)

@@ -132,6 +132,19 @@ TECHNIQUES: dict[str, Technique] = {
         metric="bytes copied to the device in a step; StepResult.host_s",
         test="tests/kernels/test_triton_kernels.py::test_lay_out_equals_the_host",
     ),
+    "fa3_prefill": Technique(
+        layer="compute",
+        switch="the extra fa3 (installed: on)",
+        helps="TTFT and throughput of prompts that begin in a step: FlashAttention 3 on this step's own keys",
+        hurts="27 MB on disk, a third of a second of loading; a step that continues a cut prompt does without it",
+        goals_helped=("throughput", "ttft"),
+        goals_hurt=(),
+        prerequisites=("a GPU of sm_90", "bf16 keys", "no window"),
+        metric="prompt tokens per second with one output token (W4)",
+        test="tests/engine/test_gpu_engine.py::test_fresh_prompts_by_another_kernel_give_the_same_logits",
+        effect=f"{GPU_RUN}, W4 off and on: qwen3-0.6b 333,165 / 379,262 tokens/s, llama-3.1-8b about 40,750 / 41,202; "
+        "two cards of the kind; batch_invariant does without it",
+    ),
     "fp8_kv": Technique(
         layer="cache",
         switch="means.kv_format (fp8 against bf16)",

@@ -22,6 +22,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_tokens: int
     tenant: str = ""
     priority: int = 0
+    traffic_class: str = ""
     taken_s: float = 0.0
     """When the engine took it from its inbox; 0 where nobody said."""
 
@@ -86,6 +87,8 @@ class TokensOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stop_token: int | None = None
     """The end-of-text or stop token that ended the answer; it is the last of `tokens`."""
     error: str | None = None
+    overloaded: bool = False
+    """With an error: the request was refused because too much is going on, and may be sent again later."""
     cached_tokens: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

@@ -28,6 +28,8 @@ from tradewind.engine.sequence import Sequence, State
 
 MISSES_PER_STEP = 16
 """So many waiting sequences that do not fit are looked at in a step."""
+FIRST_ONES = 2
+"""So many where nothing has changed but the time."""
 WHOLE_PROMPT = 1 << 30
 """`held_pages` of a sibling: it waits until the prompt is computed to its end."""
 
@@ -159,24 +161,25 @@ class Admission:
             return
         if not running.changed and not self._policy.timed:
             return
+        # Where nothing was given back, only somebody whose time runs out can get in, by making another give way: the first ones.
+        most = len(running.free_slots) + MISSES_PER_STEP if running.changed else FIRST_ONES
         running.changed = False
         self.queue.advance(now)
-        cause, first = self._admit(now, budget, step, admits)
+        # Those who may not start now must not hide those who may.
+        cause, first = self._admit(now, budget, step, admits, most=most if admits is None else len(self.queue))
         self._hold_up(cause if len(self.queue) else None, first, now)
 
     def _admit(
-        self, now: float, budget: int, step: int, admits: Callable[[Sequence, int], bool] | None
+        self, now: float, budget: int, step: int, admits: Callable[[Sequence, int], bool] | None, *, most: int
     ) -> tuple[Cause | None, Sequence | None]:
-        """See `admit`; what holds up those that stay, and the first that it holds up."""
+        """See `admit`, of the first `most`; what holds up those that stay, and the first that it holds up."""
         running = self._running
         timed = self._policy.timed
         room = room_for_more(running.spans(), budget)
         slots_spoken_for = misses = 0
         cause: Cause | None = None
         first: Sequence | None = None
-        # Those who may not start now must not hide those who may.
-        looked_at = len(self.queue) if admits is not None else len(running.free_slots) + MISSES_PER_STEP
-        for sequence in self.queue.first(looked_at):
+        for sequence in self.queue.first(most):
             if admits is not None and not admits(sequence, len(running.rows) - len(running.free_slots)):
                 continue
             if timed:
@@ -385,7 +388,9 @@ class Admission:
 
     def _evict_for_slot(self, sequence: Sequence, now: float) -> bool:
         """Under a policy that preempts, takes the slot of the least urgent one; False when there is nobody to give way."""
-        victim = self._policy.victim(self._less_urgent(sequence, now)) if self._policy.preempts else None
+        if not self._policy.preempts_for(sequence, now):
+            return False
+        victim = self._policy.victim(self._less_urgent(sequence, now))
         if victim is None:
             return False
         self._preempt(victim, now, sequence.id, "slot")
@@ -396,7 +401,7 @@ class Admission:
         coming = self._running.incoming()
         if all(need <= more for need, more in zip(lack, coming, strict=True)):
             return True
-        if not self._policy.preempts:
+        if not self._policy.preempts_for(sequence, now):
             return False
         victims: list[Sequence] = []
         candidates = self._less_urgent(sequence, now)

@@ -20,6 +20,7 @@ from tradewind.contract.executor import Executor, Resting
 from tradewind.contract.request import Request
 from tradewind.engine.columns import Report, ReportSink, spelled_out
 from tradewind.engine.limits import check_fits
+from tradewind.engine.pacing import OverloadedError
 from tradewind.engine.scheduler import Scheduler
 
 FRUITLESS = 4
@@ -184,6 +185,7 @@ class EngineLoop:
                             tokens=(),
                             finish="error",
                             error=str(error),
+                            overloaded=isinstance(error, OverloadedError),
                             prompt_tokens=len(order.request.tokens),
                         )
                     )

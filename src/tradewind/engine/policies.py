@@ -46,8 +46,11 @@ class Policy(Protocol):
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:
         """Who gives its pages back first; None when nobody is there."""
 
+    def preempts_for(self, waiting: Sequence, now: float) -> bool:
+        """Whether a waiting sequence may evict anybody at all; spares the question about each of those that run."""
+
     def may_evict(self, running: Sequence, waiting: Sequence, now: float) -> bool:
-        """Whether a waiting sequence may take the place of a running one; asked only where the policy preempts."""
+        """Whether a waiting sequence may take the place of a running one; asked only where the policy preempts for it."""
 
     def reserved_slots(self, waiting: Sequence) -> int:
         """So many slots are kept free from a waiting sequence, for others."""
@@ -63,6 +66,10 @@ class _Quiet:
     def victim(self, running: Iterable[Sequence]) -> Sequence | None:
         """See Policy."""
         return max(running, key=_place, default=None)
+
+    def preempts_for(self, waiting: Sequence, now: float) -> bool:
+        """See Policy."""
+        return self.preempts
 
     def may_evict(self, running: Sequence, waiting: Sequence, now: float) -> bool:
         """See Policy."""
@@ -195,13 +202,17 @@ class SloPolicy(_Quiet):
         """See Policy. Those without targets first."""
         return max(running, key=lambda s: (not self.has_target(s), s.order, s.place), default=None)
 
-    def may_evict(self, running: Sequence, waiting: Sequence, now: float) -> bool:
-        """See Policy. For one with a target whose slack runs out, one without gives way."""
+    def preempts_for(self, waiting: Sequence, now: float) -> bool:
+        """See Policy. For one with a TTFT target whose slack runs out."""
         own = self.class_of(waiting)
-        if own is None or own.ttft_s is None or waiting.generated or self.has_target(running):
+        if own is None or own.ttft_s is None or waiting.generated:
             return False
         by = self.latest(waiting)
-        return now <= by and now - waiting.arrived_s >= EVICT_AT * (by - waiting.arrived_s)
+        return now <= by < inf and now - waiting.arrived_s >= EVICT_AT * (by - waiting.arrived_s)
+
+    def may_evict(self, running: Sequence, waiting: Sequence, now: float) -> bool:
+        """See Policy. One without a target gives way."""
+        return not self.has_target(running)
 
     def reserved_slots(self, waiting: Sequence) -> int:
         """See Policy."""

@@ -176,6 +176,7 @@ class Scheduler:
                 prompt_tokens=sequence.prompt_tokens,
                 tenant=request.tenant,
                 priority=request.priority,
+                traffic_class=request.traffic_class,
                 taken_s=now,
             )
         )
@@ -192,7 +193,9 @@ class Scheduler:
             return None
         latest = policy.latest(sequence)
         before = queue.before(latest)
-        yielding = sum(1 for s in running.rows.sequences if s is not None and not policy.has_target(s))
+        turns = len(before) + 1 - len(running.free_slots)
+        if turns > 0:  # those without a target give way
+            turns -= sum(1 for s in running.rows.sequences if s is not None and not policy.has_target(s))
         why = pacer.verdict(
             own,
             sequence,
@@ -200,7 +203,7 @@ class Scheduler:
             cached=self._admission.cached(sequence),
             filling=self._urgent_tokens(latest),
             waiting=sum(s.known for s in before),
-            turns=len(before) + 1 - len(running.free_slots) - yielding,
+            turns=turns,
             now=now,
         )
         if why is not None and own.late == "refuse":
@@ -211,6 +214,8 @@ class Scheduler:
     def _urgent_tokens(self, before: float) -> int:
         """Tokens left of prompts that run and must go on before then; changes nothing."""
         running = self._running
+        if not running.filling:
+            return 0
         spans = zip(running.filling, running.spans(), strict=True)
         return sum(rest for sequence, (_, rest) in spans if sequence.order < before)
 

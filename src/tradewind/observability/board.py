@@ -188,7 +188,7 @@ class Board(Listener):
 
     def arrived(self, life: Life, event: Arrived) -> None:
         """See Listener."""
-        self.attainment.add(life, str(getattr(event, "traffic_class", "")))
+        self.attainment.add(life, event.traffic_class)
         self.timeline.add(life)
 
     def delayed(self, event: Delayed) -> None:

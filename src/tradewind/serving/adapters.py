@@ -43,8 +43,8 @@ class AdapterBook:
 
     def unload(self, name: str) -> None:
         """Takes a name away; requests that run go on. Raises RequestError for a name that is not there."""
-        self.key(name)
-        del self._adapters[name]
+        if self._adapters.pop(name, None) is None:
+            self.key(name)
 
     def key(self, name: str) -> str:
         """What `Request.adapter` says for a name; raises RequestError for one that is not there."""

@@ -111,7 +111,7 @@ class ScriptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_context: int = 8192
     max_tokens_per_step: int = 2048
     steps_in_flight: Literal[1, 2] = 2
-    policy: Literal["arrival", "fair", "priority"] = "arrival"
+    policy: Literal["arrival", "fair", "length", "priority", "slo"] = "arrival"
     prefix_cache: bool = True
     age_limit_s: float = 5.0
     max_preemptions: int = 3

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tradewind.config.targets import class_of_request
 from tradewind.contract.errors import LimitError, RequestError, UserError
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.serving.http.edge import Caller
@@ -135,6 +136,12 @@ def make_requests(
             param="n" if len(prompts) == 1 else prompt_field, code="invalid_value",
         )  # fmt: skip
     salt, adapter = body.cache_salt or "", adapter_of(front, body.model)
+    tenant, traffic_class = caller.tenant or (body.user or ""), ""
+    if front.classes:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in caller.sent}
+        traffic_class = class_of_request(
+            front.classes, tenant=tenant, headers=headers, priority=body.priority or 0, model=body.model or front.model
+        )
     requests: list[Request] = []
     for place, tokens in enumerate(prompts):
         try:
@@ -144,7 +151,8 @@ def make_requests(
                 now_s=now,
                 request_id=id if len(prompts) == 1 else f"{id}-{place}",
                 priority=body.priority or 0,
-                tenant=caller.tenant or (body.user or ""),
+                tenant=tenant,
+                traffic_class=traffic_class,
                 # The colon cannot be part of a tenant, so no salt of one tenant equals another's.
                 cache_salt=f"{caller.tenant}:{salt}" if caller.tenant or salt else "",
                 adapter=adapter,

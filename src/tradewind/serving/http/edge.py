@@ -28,9 +28,19 @@ Headers = list[tuple[bytes, bytes]]
 class Caller:
     """Who sent a request; carried in the ASGI scope as "tradewind"."""
 
-    __slots__ = ("headers", "parsed_s", "read_s", "received_s", "request_id", "tenant", "traceparent")
+    __slots__ = ("headers", "parsed_s", "read_s", "received_s", "request_id", "sent", "tenant", "traceparent")
 
-    def __init__(self, request_id: str, tenant: str, headers: Headers, *, traceparent: str = "") -> None:
+    def __init__(
+        self,
+        request_id: str,
+        tenant: str,
+        headers: Headers,
+        *,
+        traceparent: str = "",
+        sent: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        self.sent = sent
+        """The request's own headers, names in lower case, as ASGI has them."""
         self.request_id, self.tenant, self.headers = request_id, tenant, headers
         """`headers` belong on every answer to this request."""
         self.traceparent = traceparent
@@ -97,7 +107,9 @@ class Edge:
             elif origin in self._origins:
                 headers += [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
             headers.append((b"access-control-expose-headers", b"x-request-id, retry-after, warning"))
-        caller = scope["tradewind"] = Caller(request_id, "", headers, traceparent=_clean_id(traceparent))
+        caller = scope["tradewind"] = Caller(
+            request_id, "", headers, traceparent=_clean_id(traceparent), sent=scope["headers"]
+        )
         if scope["method"] == "OPTIONS" and origin and self._origins:
             headers += [
                 (b"access-control-allow-methods", b"GET, POST, OPTIONS"),

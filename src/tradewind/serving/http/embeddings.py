@@ -44,7 +44,7 @@ class Listener(Voice):
         self.over = True
         self.embedding, self.cached_tokens = event.embedding, event.cached_tokens
         self.finish, self.finished_s, self.error = event.finish, event.at_s, event.error
-        return Said([], (), (), self.finish, None, self.error)
+        return Said([], (), (), self.finish, None, self.error, event.overloaded)
 
 
 class EmbeddingsEndpoint(Endpoint[EmbeddingsRequest]):

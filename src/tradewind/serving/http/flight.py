@@ -256,6 +256,9 @@ class Flight:
             if dead is not None:
                 return ApiError(503, f"the engine does not work any more: {dead}", code="engine_dead")
             why = said.error or "no reason is known"
+            if said.overloaded:
+                retry = {"Retry-After": str(self._desk.retry_after_s())}
+                return ApiError(429, why, code="overloaded", headers=retry)
             return ApiError(500, f"the engine could not finish this request: {why}", code="engine_error")
         if said.finish == "abort" and said.error:
             return ApiError(504, said.error, code="timeout")

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 from starlette.routing import BaseRoute
 
+from tradewind.config.goals import TrafficClass
 from tradewind.contract.errors import UserError
 from tradewind.contract.events import FinishReason, FrontTimes, TokensOut
 from tradewind.contract.request import Request
@@ -143,6 +144,8 @@ class Front:
     adapters: AdapterBook | None = None
     """Adapters of the model, asked for by their names as a model is; None: the engine has no room for any."""
     options: Options = field(default_factory=Options)
+    classes: tuple[TrafficClass, ...] = ()
+    """Kinds of traffic, told apart by what a request says of itself; the first that fits."""
     honours_priority: bool = True
     """The engine's queue looks at priorities (policy "priority"); otherwise a request that has one is refused."""
     speech: ParserChoice | None = None

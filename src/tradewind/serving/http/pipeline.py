@@ -27,7 +27,7 @@ Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 class Said:
     """What one or more events of one sequence added. Made by the pipeline, read by encoders."""
 
-    __slots__ = ("error", "finish", "logprobs", "pieces", "stop", "tokens")
+    __slots__ = ("error", "finish", "logprobs", "overloaded", "pieces", "stop", "tokens")
 
     def __init__(
         self,
@@ -37,7 +37,9 @@ class Said:
         finish: Finish | None = None,
         stop: str | int | None = None,
         error: str | None = None,
+        overloaded: bool = False,
     ) -> None:
+        self.overloaded = overloaded
         self.pieces, self.tokens, self.logprobs = pieces, tokens, logprobs
         self.finish, self.stop, self.error = finish, stop, error
 
@@ -105,7 +107,7 @@ class Voice:
                 self.finish = "length"
             else:
                 self.error = event.error
-            return Said([], (), (), self.finish, None, self.error)
+            return Said([], (), (), self.finish, None, self.error, event.overloaded)
         # The token that ends an answer (end of text, stop token) is no part of its text unless it is asked for.
         spoken = tokens[:-1] if event.stop_token is not None and not self._include_stop else tokens
         pushed = self._stream.push(spoken)
@@ -144,7 +146,7 @@ class Voice:
             self.finish, self.finished_s, self.error = finish, event.at_s, event.error
         elif not pieces and not logprobs and not tokens:
             return None
-        return Said(pieces, tokens, logprobs, finish, stop, event.error)
+        return Said(pieces, tokens, logprobs, finish, stop, event.error, event.overloaded)
 
 
 class Whole:
