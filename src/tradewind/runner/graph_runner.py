@@ -711,9 +711,12 @@ class GraphRunner:
         """Plans the steps that together use every kernel of the model, and compiles what `sizes` and `prompt_sizes` need (see
         `warm`): on a machine that has run these shapes before, kernels are found on disk in a moment.
         """
+        changes = {*KERNELS_CHANGE_AT, *self._body_tape.kernels_change_at({*self._row_sizes, *self._token_sizes})}
         few = [size for size in self._row_sizes if size <= FEW_ROWS]
-        many = [size for size in self._row_sizes if size in KERNELS_CHANGE_AT or size == self._rows]
-        prompts = [size for size in self._token_sizes if size in KERNELS_CHANGE_AT[2:] or size == self._capacity]
+        many = [size for size in self._row_sizes if size in changes or size == self._rows]
+        prompts = [
+            size for size in self._token_sizes if size >= FEW_ROWS and (size in changes or size == self._capacity)
+        ]
         buckets = {
             *(self._singles(rows, longest) for rows in many for longest in self._lengths(rows)),
             *(self._singles(rows, self._longest) for rows in few),
@@ -738,7 +741,7 @@ class GraphRunner:
             program = self._program((key, bucket), tape, bucket)
             (now if bucket in first else later).add(program)
         for size in reversed(many):
-            later.add(self._program(("head", size), self._head_tape, self._singles(size, 1)))
+            (now if size == 1 else later).add(self._program(("head", size), self._head_tape, self._singles(size, 1)))
 
         if not COMPILES:
             return
@@ -747,9 +750,13 @@ class GraphRunner:
             now.run()
             for bucket in first:
                 self._fetch(bucket)
-            for size in sizes:
+            for size in {1, *sizes}:  # a prompt alone wants one token
                 self._lay_out_samples(size, Draw())
                 self._draw(size, Draw())
+            self._staging.begin(0, 64)
+            nothing = np.zeros((3, 1), np.int32)
+            kernels.write_rows(self._tokens, self._staging.put(nothing), self._staging.put(nothing))
+            kernels.write_entries(self._tables[0], self._staging.put(nothing))
 
         def compile_rest() -> None:
             later.run()
@@ -788,12 +795,9 @@ class GraphRunner:
             found: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Any]] = {}
             for call in tape.calls:
                 if call.op in ("linear", "gated_linear"):
-                    weight, dtype = (
-                        call["weight"],
-                        self._hidden.dtype if tape is self._body_tape else self._logits.dtype,
-                    )
+                    weight, dtype = call["weight"], call["out"].dtype
                     scale = weight.data[1] if weight.layout == "fp8" else None
-                    found[weight.n, weight.k, weight.layout] = (weight.data[0], scale, dtype)
+                    found[weight.n, weight.k, weight.layout, dtype] = (weight.data[0], scale, dtype)
             for weight in found.values():
                 with self._gpu.quiet:
                     library.wake(*weight, sizes)
