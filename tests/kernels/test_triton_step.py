@@ -61,7 +61,11 @@ def test_sample_rows_name_the_last_token_and_carry_their_slots_values(gpu, rng):
     values = np.zeros((SLOTS, step.VALUE_WORDS), np.int32)
     reals = rng.uniform(0.1, 2, (SLOTS, 6)).astype(np.float32)
     values[:, :6] = reals.view(np.int32)
-    values[:, 6], values[:, 7], values[:, 8] = rng.integers(0, 50, SLOTS), rng.integers(1, 9, SLOTS), np.arange(SLOTS) % 2
+    values[:, 6], values[:, 7], values[:, 8] = (
+        rng.integers(0, 50, SLOTS),
+        rng.integers(1, 9, SLOTS),
+        np.arange(SLOTS) % 2,
+    )
     seeds = rng.integers(0, 1 << 63, SLOTS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     values[:, 9:11] = seeds.view(np.int32).reshape(SLOTS, 2)
     out = step.SampleRows.allocate(8, device=gpu.device)

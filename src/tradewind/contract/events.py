@@ -140,8 +140,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class FrontTimes(msgspec.Struct, frozen=True, kw_only=True):
     """What the HTTP front did for one request, and when: the ends that the engine cannot see. The engine's clock; None: it did not happen.
 
-          received | body | read | decode | parsed | template, tokenise | submitted | ... engine ... |
-          ... tokens arrive | taken | detokenise, encode | spoken | socket | written |
+    received | body | read | decode | parsed | template, tokenise | submitted | ... engine ... |
+    ... tokens arrive | taken | detokenise, encode | spoken | socket | written |
     """
 
     received_s: float

@@ -77,7 +77,9 @@ def compiling(*, threads: int) -> Iterator[None]:
         with ThreadPoolExecutor(threads, thread_name_prefix="tradewind-compile", initializer=wake) as pool:
             with triton.AsyncCompileMode(pool) as mode:
                 yield
-            if on_gpu:  # loading a kernel compiles a C function that launches it, which takes as long as the kernel itself
+            if (
+                on_gpu
+            ):  # loading a kernel compiles a C function that launches it, which takes as long as the kernel itself
                 list(pool.map(_loaded, mode.future_kernels.values()))
     finally:
         _compile_only.reset(token)
