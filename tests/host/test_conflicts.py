@@ -46,7 +46,6 @@ def found(goals: Goals, card: ModelCard = SMOLLM2, hardware: Hardware | None = N
         (SMOLLM2, {"max_context": 9000, "page_tokens": 20}, [{"max_context"}, {"page_tokens"}]),
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, dict) else "",
-    ids=lambda value: "" if isinstance(value, ModelCard) else str(value)[:60],
 )  # fmt: skip
 def test_the_smallest_sets_are_found(card: ModelCard, pins: dict[str, Any], sets: list[set[str]]) -> None:
     assert sorted(map(sorted, found(goals_of(**pins), card))) == sorted(map(sorted, sets))
