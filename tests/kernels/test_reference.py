@@ -15,18 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tradewind.kernels import reference
-from tradewind.kernels.ops import Ops
+from tradewind.kernels.ops import AdapterOps, ExpertOps, LatentOps, Ops
 from tradewind.kernels.table import OPS, reference_of
 
-NO_COMPUTE = {"constant", "empty", "host", "kv_layer", "row_table"}
-"""Methods of Ops that only make memory; those named pack_* are the other ones."""
+NO_COMPUTE = {"constant", "empty", "host", "kv_layer", "latent_layer", "low_rank_bank", "row_table", "set_low_rank"}
+"""Methods that only make or fill memory; those named pack_* are the other ones."""
+PROTOCOLS = (Ops, ExpertOps, LatentOps, AdapterOps)
 
 
 # --------------------------------------------------------------------------------------------------------- the op table
 
 
 def test_every_op_has_a_row_and_a_reference() -> None:
-    methods = {name for name, _ in getmembers(Ops, isfunction) if not name.startswith("_")}
+    methods = {name for protocol in PROTOCOLS for name, _ in getmembers(protocol, isfunction) if not name.startswith("_")}
     compute = {name for name in methods if not name.startswith("pack_")} - NO_COMPUTE
     assert compute == set(OPS)
     assert list(OPS) == sorted(OPS)

@@ -317,8 +317,12 @@ def test_a42_rope_scaling_is_applied_in_every_spelling_or_refused(tmp_path: Path
     new = answer(rope_theta=10000.0, rope_scaling={"rope_type": "llama3", **scaling})
     newest = answer(rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, **scaling})
     assert old == new == newest != plain
-    for unknown in ({"type": "dynamic", "factor": 2.0}, {"rope_type": "longrope", "factor": 2.0}):
+    # "dynamic" changes nothing up to the length that the model was made for, and longer texts are refused.
+    assert answer(rope_scaling={"type": "dynamic", "factor": 2.0}) == plain
+    for unknown in ({"type": "spiral", "factor": 2.0}, {"rope_type": "spiral", "factor": 2.0}):
         (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": unknown}))
-        assert f"rope scaling '{next(iter(unknown.values()))}' is not supported" in refusal(str(folder))
+        assert "rope scaling 'spiral' is not supported" in refusal(str(folder))
+    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}))
+    assert "'short_factor' is missing" in refusal(str(folder))
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "linear"}}))
     assert "'factor' is missing" in refusal(str(folder))
