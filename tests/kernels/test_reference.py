@@ -27,7 +27,9 @@ PROTOCOLS = (Ops, ExpertOps, LatentOps, AdapterOps)
 
 
 def test_every_op_has_a_row_and_a_reference() -> None:
-    methods = {name for protocol in PROTOCOLS for name, _ in getmembers(protocol, isfunction) if not name.startswith("_")}
+    methods = {
+        name for protocol in PROTOCOLS for name, _ in getmembers(protocol, isfunction) if not name.startswith("_")
+    }
     compute = {name for name in methods if not name.startswith("pack_")} - NO_COMPUTE
     assert compute == set(OPS)
     assert list(OPS) == sorted(OPS)

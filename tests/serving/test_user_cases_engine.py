@@ -322,7 +322,9 @@ def test_a42_rope_scaling_is_applied_in_every_spelling_or_refused(tmp_path: Path
     for unknown in ({"type": "spiral", "factor": 2.0}, {"rope_type": "spiral", "factor": 2.0}):
         (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": unknown}))
         assert "rope scaling 'spiral' is not supported" in refusal(str(folder))
-    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "rope_scaling": {"rope_type": "longrope", "factor": 2.0}})
+    )
     assert "'short_factor' is missing" in refusal(str(folder))
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": {"type": "linear"}}))
     assert "'factor' is missing" in refusal(str(folder))
