@@ -66,7 +66,8 @@ def test_every_endpoint_has_receipts_whose_parts_are_what_the_client_saw(made: S
         assert status == 200
         found = receipt(made, answer["id"])
         assert found.endpoint == path and not found.stream and found.finish.split(",")[0] in ("stop", "length")
-        assert 0.5 * took_s - 0.01 < found.e2e_s <= took_s
+        # The server notes the end when its write returns, which may be after the client has read it.
+        assert 0.5 * took_s - 0.01 < found.e2e_s <= took_s + 0.01
         names = {part.name for part in found.e2e}
         assert {"parse", "tokenise", "prefill", "decode"} <= names
     status, answer, headers = made.post("/v1/embeddings", model="scripted", input="hello")
