@@ -47,17 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", metavar="FILE", help="write the price as JSON")
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """A command of its own, where `plan` is not extended; `run` is set as its default."""
-    text = "Plan for a file of goals: every choice, what was rejected, and the predicted price."
-    made = subparsers.add_parser("plan-goals", help=text, description=text)
-    made.add_argument("goals", metavar="GOALS.toml")
-    made.add_argument("--json", action="store_true", help="the plan as JSON")
-    add_arguments(made)
-    made.set_defaults(run=lambda arguments: run(arguments, Path(arguments.goals)), parser=made)
-    return made
-
-
 def run(arguments: argparse.Namespace, path: Path) -> int:
     """Plans and prints; 0 when the plan serves at least one request of the trace."""
     from tradewind.assemble import make_plan, missing_backends

@@ -242,6 +242,19 @@ def test_bans_and_biases_hold_in_a_batch(llama: Path) -> None:
     assert set(found[3]) == {11}
 
 
+def test_more_biases_than_there_is_room_for_make_room(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tradewind.runner.graph_runner.BIASES_EACH", 1)
+    few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias={11: 100.0})
+    many = SamplingParams(
+        temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias=dict.fromkeys(range(200), -100.0) | {12: 100.0}
+    )
+    prompt = prompts(1, **SHORT)[0]
+    with gpu_engine_of(llama, deterministic=True) as engine:
+        found = answers(engine, requests(engine, [prompt], few))
+        found += answers(engine, requests(engine, [prompt] * 2, [few, many], prefix="m"))
+    assert found == [(11, 11), (11, 11), (12, 12)]
+
+
 def test_a_grammar_holds_beside_free_rows(llama: Path) -> None:
     pytest.importorskip("llguidance")
     with gpu_engine_of(llama, deterministic=True) as engine:

@@ -72,7 +72,7 @@ COMMON_DRAWS = (
     Draw(greedy=False, filtered=True, steered=True),
 )
 BIASES_EACH = 512
-"""Biases and banned tokens for each row that a step has room for, on average over its rows."""
+"""Biases and banned tokens for each row that a step has room for at first, on average over its rows."""
 Key = tuple[Any, ...]
 
 
@@ -100,7 +100,7 @@ class Flight:
 
 
 class Staging:
-    """Pinned memory for a step's changes: one buffer for each place in the ring, grown when needed."""
+    """Pinned memory for a step's changes: a ring of buffers, grown when needed; one is used again when its step has long ended."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -108,11 +108,11 @@ class Staging:
         self._used = 0
         self._at = 0
 
-    def begin(self, place: int, words: int) -> None:
-        """The buffer of `place` is free for `words` words."""
-        if len(self._buffers[place].host) < words:
-            self._buffers[place] = self._gpu.pinned((2 * words,))
-        self._at, self._used = place, 0
+    def begin(self, words: int) -> None:
+        """The next buffer takes `words` words. Its own order, not the header's: a step may change slots and have no row."""
+        self._at, self._used = (self._at + 1) % len(self._buffers), 0
+        if len(self._buffers[self._at].host) < words:
+            self._buffers[self._at] = self._gpu.pinned((2 * words,))
 
     def put(self, values: npt.NDArray[np.int32]) -> Tensor:
         """The values where a kernel can read them."""
@@ -209,16 +209,7 @@ class GraphRunner:
         self._masked_rows = -1
         """Rows of the mask that may hold something else than "all allowed"; -1: never written."""
         self._bias_start = gpu.zeros(max_running + 1)
-        self._bias_token = gpu.zeros(max_running * BIASES_EACH)
-        self._bias_value = gpu.reals(max_running * BIASES_EACH)
-        self._bias_ring = [
-            (
-                gpu.pinned((max_running + 1,)),
-                gpu.pinned((max_running * BIASES_EACH,)),
-                gpu.pinned((max_running * BIASES_EACH,), np.float32),
-            )
-            for _ in range(2)
-        ]
+        self._bias_token, self._bias_value, self._bias_ring = self._bias_buffers(max_running * BIASES_EACH)
         self._biased_before = False
         self._mask_ring = gpu.pinned((max_running, -(-vocab_size // 32)))
         width = 20
@@ -319,7 +310,7 @@ class GraphRunner:
             + 3 * len(step.page_slot)
             + 4 * (8 + len(self._tables))
         )
-        self._staging.begin(self._next_turn, words)
+        self._staging.begin(words)
         if step.enter:
             values = np.empty((len(step.enter), kernels.VALUE_WORDS), np.int32)
             for i, enter in enumerate(step.enter):
@@ -540,10 +531,9 @@ class GraphRunner:
         biased = bool(self._sampling.biased[slot].any())
         if biased or self._biased_before:
             columns = self._biases.gather(slot, position)
+            self._make_room(int(columns.bias_start[count]))
             start, token, value = self._bias_ring[flight.turn % 2]
             entries = int(columns.bias_start[count])
-            room = len(token.host)
-            assert entries <= room, f"{entries} biases and banned tokens in one step, room for {room}"
             start.host[: count + 1] = columns.bias_start[: count + 1]
             start.host[count + 1 :] = entries
             token.host[:entries], value.host[:entries] = columns.bias_token[:entries], columns.bias_value[:entries]
@@ -564,6 +554,24 @@ class GraphRunner:
         if mask is not None and self._masked_rows > count:
             self._mask[count:].fill_(-1)
             self._masked_rows = count
+
+    def _bias_buffers(self, entries: int) -> tuple[Tensor, Tensor, list[tuple[Pinned, Pinned, Pinned]]]:
+        """Tokens and values of a step's biases on the device, and pinned (starts, tokens, values) for two steps in flight."""
+        gpu = self._gpu
+        ring = [
+            (gpu.pinned((self._rows + 1,)), gpu.pinned((entries,)), gpu.pinned((entries,), np.float32))
+            for _ in range(2)
+        ]
+        return gpu.zeros(entries), gpu.reals(entries), ring
+
+    def _make_room(self, entries: int) -> None:
+        """Larger buffers where a step has more biases and banned tokens than ever before; graphs that hold the old ones go."""
+        if entries <= len(self._bias_token):
+            return
+        self._gpu.settle()  # steps in flight read the old ones
+        for key in [key for key in self._graphs if isinstance(key[-1], Draw) and key[-1].steered]:
+            del self._graphs[key]
+        self._bias_token, self._bias_value, self._bias_ring = self._bias_buffers(2 * entries)
 
     def _take_logprobs(self, flight: Flight, top: int) -> None:
         count = len(flight.sampling)
@@ -753,7 +761,7 @@ class GraphRunner:
             for size in {1, *sizes}:  # a prompt alone wants one token
                 self._lay_out_samples(size, Draw())
                 self._draw(size, Draw())
-            self._staging.begin(0, 64)
+            self._staging.begin(64)
             nothing = np.zeros((3, 1), np.int32)
             kernels.write_rows(self._tokens, self._staging.put(nothing), self._staging.put(nothing))
             kernels.write_entries(self._tables[0], self._staging.put(nothing))
