@@ -60,7 +60,7 @@ def test_answers_cross_the_border_in_a_thread() -> None:
 
 def test_answers_cross_the_border_in_asyncio() -> None:
     async def main() -> None:
-        with engine(default={"answer": "Some text, the same for all."}) as made:
+        with engine(default={"answer": "Some text, the same for all."}, max_context=10_000, pages=4_096) as made:
             client = made.client.attach()
             handles = [client.submit(request(f"r{i}", f"prompt {i}")) for i in range(40)]
 
@@ -69,7 +69,8 @@ def test_answers_cross_the_border_in_asyncio() -> None:
 
             answers = await asyncio.gather(*map(read, handles))
             assert all(answer == tokens_of("Some text, the same for all.") for answer in answers)
-            stopped = client.submit(request("s", max_tokens=9, sampling=SamplingParams(ignore_eos=True)))
+            # Long enough that the engine cannot reach the limit before it hears of the stop.
+            stopped = client.submit(request("s", max_tokens=9_000, sampling=SamplingParams(ignore_eos=True)))
             await asyncio.sleep(0)
             stopped.finish()
             events = [event async for event in stopped]
