@@ -1,20 +1,25 @@
-"""`tradewind replay`: a recorded journal once more against a server, and a report of how that went beside how it went then.
+"""`tradewind replay`: a recorded journal once more, against a server or simulated under a plan, and a report of how that went beside how it
+went then.
 
-Knows: its words on the command line, and where the report is written. Refuses to know: how a replay is done (observability.replay).
+Knows: its words on the command line, and where the report is written. Refuses to know: how a replay is done (observability.replay,
+simulate.replayed).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tradewind.contract.errors import UserError
 
 if TYPE_CHECKING:
-    from tradewind.observability.journal import Journal
+    from tradewind.config.plan import Plan
+    from tradewind.observability.attainment import Targets
+    from tradewind.observability.journal import Entry, Journal
+    from tradewind.observability.replay import Outcome
 
 MAX_SPEED = 1000.0
 
@@ -24,7 +29,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     text = "Send a journal's traffic once more, with its timing and its common prefixes, and report the attainment."
     made: argparse.ArgumentParser = subparsers.add_parser("replay", help=text, description=text)
     made.add_argument("journal", metavar="DIR", help="folder of tradewind serve --record, or one file of it")
-    made.add_argument("--against", metavar="URL", help="the server, for example http://127.0.0.1:8000")
+    made.add_argument(
+        "--against",
+        metavar="URL|PLAN",
+        help="a server, for example http://127.0.0.1:8000; or simulate it: a file of goals (.toml) or a plan (tradewind plan --json)",
+    )
+    made.add_argument(
+        "--times", metavar="FILE", help="with a plan: step times, fitted or a step log; default: a roofline"
+    )
     made.add_argument("--speed", type=float, default=1.0, metavar="X", help="times as fast as it came (default 1)")
     made.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     made.add_argument("--model", metavar="NAME", help="what the server calls its model (default: its own choice)")
@@ -58,9 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--timeout is {arguments.timeout:g}; it must be over 0")
     if arguments.against is None and arguments.trace is None:
         raise UserError(
-            "say what to do with the journal: --against URL sends it to a server, --trace FILE writes a trace"
+            "say what to do with the journal: --against URL sends it to a server, --against PLAN simulates it, --trace FILE writes a trace"
         )
-    targets = parse_targets(arguments.target)
+    simulated = arguments.against is not None and _is_plan(arguments.against)
+    if arguments.times is not None and not simulated:
+        raise UserError("--times is for a simulation; name a plan (.json) or a file of goals (.toml) with --against")
+    if simulated and (arguments.model is not None or arguments.api_key is not None):
+        raise UserError("--model and --api-key are for a server; a plan names its model, leave them out")
+    targets: Targets = parse_targets(arguments.target)
     journal = read_journal(Path(arguments.journal), limit=arguments.limit)
     if not journal.entries:
         raise UserError(f"the journal in {arguments.journal} has no request that ended")
@@ -69,30 +86,80 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"trace: {arguments.trace}, {len(journal.entries)} requests")
     if arguments.against is None:
         return 0
-    from tradewind.observability.replay import Replayer, plan
+    if simulated:
+        entries, outcomes, notes, targets = _simulated(arguments, journal, targets)
+    else:
+        from tradewind.observability.replay import Replayer, plan
+
+        replayer = Replayer(
+            journal.header, arguments.against, model=arguments.model, key=arguments.api_key, timeout_s=arguments.timeout
+        )
+        planned = plan(journal.entries, speed=arguments.speed)
+        entries, notes = list(journal.entries), journal.notes
+        outcomes = asyncio.run(replayer.run(planned, told=_progress(len(planned))))
+    return _report(arguments, journal, entries, outcomes, targets=targets, notes=notes)
+
+
+def _is_plan(against: str) -> bool:
+    return against.endswith((".toml", ".json")) and "://" not in against
+
+
+def _simulated(
+    arguments: argparse.Namespace, journal: Journal, targets: Targets
+) -> tuple[list[Entry], list[Outcome], tuple[str, ...], Targets]:
+    """The journal under a plan, on a virtual clock; targets are the plan's where none were given."""
+    from tradewind.cli_simulate import times_of
+    from tradewind.simulate.replayed import replay_on_plan
+    from tradewind.tune.whatif import targets_of
+
+    plan = _plan_of(arguments.against)
+    progress = _progress(sum(len(entry.sequences) for entry in journal.entries))
+    entries, outcomes, notes = replay_on_plan(
+        journal, plan, times=times_of(arguments, plan), speed=arguments.speed, progress=progress
+    )
+    return entries, outcomes, notes, targets or targets_of(plan)
+
+
+def _plan_of(name: str) -> Plan:
+    """The plan of a file: one as `tradewind plan --json` prints it, or one that is made for a file of goals."""
+    if name.endswith(".json"):
+        from tradewind.cli_simulate import plan_of
+
+        return plan_of(argparse.Namespace(plan=name, model=None))
+    from tradewind.assemble import make_plan
+    from tradewind.config.goals_file import read_goals
+
+    return make_plan(read_goals(Path(name))).plan
+
+
+def _report(
+    arguments: argparse.Namespace,
+    journal: Journal,
+    entries: Sequence[Entry],
+    outcomes: Sequence[Outcome],
+    *,
+    targets: Targets,
+    notes: Sequence[str],
+) -> int:
+    """Prints the short report and writes the long ones; 1 when something failed."""
     from tradewind.observability.replay_report import make_report, to_html, to_json, to_text
 
-    replayer = Replayer(
-        journal.header, arguments.against, model=arguments.model, key=arguments.api_key, timeout_s=arguments.timeout
-    )
-    planned = plan(journal.entries, speed=arguments.speed)
-    outcomes = asyncio.run(replayer.run(planned, told=_progress(len(planned))))
     report = make_report(
         journal.header,
-        journal.entries,
+        entries,
         outcomes,
         source=Path(arguments.journal).name or arguments.journal,
         target=arguments.against,
         speed=arguments.speed,
         targets=targets,
-        notes=journal.notes,
+        notes=notes,
     )
     print(to_text(report))
     if arguments.out is not None:
         page = Path(arguments.out)
         if page.suffix == ".json":
             raise UserError("--out names the HTML file; the JSON is written beside it under the same name")
-        _write(page, to_html(report, journal.entries, outcomes).encode())
+        _write(page, to_html(report, entries, outcomes).encode())
         _write(page.with_suffix(".json"), to_json(report))
         print(f"report: {page}, {page.with_suffix('.json')}")
     return 0 if not any(outcome.error for outcome in outcomes) else 1

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.serving.process_support import TERM, Server, alive, wait_until
@@ -263,6 +264,70 @@ def test_a_journal_becomes_a_trace_for_the_simulator(recorded: tuple[Path, Path]
     assert 0 < trace.distinct_blocks < len(trace.blocks), "nothing is shared"
 
 
+def test_a_journal_is_replayed_under_a_plan(
+    recorded: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Simulated: same hits as when it was recorded with as many pages, all answers there, and fewer slots make it worse."""
+    from tests.host.plans import SMOLLM2, machine
+    from tradewind.config.goals import Goals, Means
+    from tradewind.config.resolve import resolve
+    from tradewind.simulate.steptime import KNOTS, StepTime
+
+    journal = read_journal(recorded[1])
+    with_answer = [e for e in journal.entries if e.kind != "embedding"]
+    times = tmp_path / "times.json"
+    StepTime(source="as scripted", curve_s=(0.004,) * (len(KNOTS) + 1), extra_s=(0.0,) * 5, steps=1).save(times)
+    reports = {}
+    for slots in (1, 8):
+        means = Means(max_running=slots, page_tokens=16)
+        made = resolve(Goals(model="smollm2", means=means, max_context=2048), SMOLLM2, machine())
+        file = tmp_path / f"plan-{slots}.json"
+        file.write_bytes(msgspec.json.encode(made))
+        out = tmp_path / f"slots-{slots}.html"
+        for name in recorded:
+            code = command(
+                cli_replay,
+                "replay",
+                str(name),
+                "--against",
+                str(file),
+                "--times",
+                str(times),
+                "--target",
+                "ttft=200ms",
+                "--out",
+                str(out),
+            )
+            assert code == 0
+        raw, redacted = capsys.readouterr().out.split("report:")[:2]
+        assert raw.split("\n")[1:] == redacted.split("\n")[2:], "a redacted journal is the same to a plan as a raw one"
+        report = reports[slots] = json.loads(out.with_suffix(".json").read_text())
+        assert report["target"] == str(file) and report["replayed"]["requests"] == len(with_answer)
+        assert report["replayed"]["failed"] == 0 and any("Simulated" in note for note in report["notes"])
+        tokens = sum(s.output_tokens for e in with_answer for s in e.sequences)
+        assert report["replayed"]["output_tokens"] == tokens
+        assert out.read_text().count("<svg") >= 5
+    assert reports[8]["replayed"]["hit_rate"] > reports[8]["recorded"]["hit_rate"], (
+        "the plan has more pages than the server had"
+    )
+    shares = [reports[slots]["replayed"]["classes"][0]["attained"]["share"] for slots in (1, 8)]
+    assert shares[0] < shares[1], "one slot is as good as eight"
+    waits = [sum(reports[slots]["replayed"]["curve"]["waiting"]) for slots in (1, 8)]
+    assert waits[0] > waits[1]
+
+
+def test_a_file_of_goals_gives_plan_and_targets(
+    recorded: tuple[Path, Path], tmp_path: Path, smollm2_gguf: Path
+) -> None:
+    goals = tmp_path / "goals.toml"
+    goals.write_text(f'model = "{smollm2_gguf}"\n[[class]]\nname = "completion"\nttft = "100ms"\n')
+    out = tmp_path / "replay.html"
+    assert command(cli_replay, "replay", str(recorded[1]), "--against", str(goals), "--out", str(out)) == 0
+    (one,) = json.loads(out.with_suffix(".json").read_text())["replayed"]["classes"]
+    assert one["traffic_class"] == "completion" and one["attained"]["of"] == one["requests"] > 20
+    assert one["metrics"][0]["target_s"] == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -270,6 +335,10 @@ def test_a_journal_becomes_a_trace_for_the_simulator(recorded: tuple[Path, Path]
         (["EMPTY", "--against", "http://127.0.0.1:9"], "there is no journal in"),
         (["JOURNAL", "--against", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: "),
         (["JOURNAL", "--against", "localhost:8000"], "'localhost:8000' is no address of a server"),
+        (["JOURNAL", "--against", "plan.json"], "the plan plan.json cannot be read: No such file"),
+        (["JOURNAL", "--against", "goals.toml"], "goals.toml"),
+        (["JOURNAL", "--against", "http://127.0.0.1:9", "--times", "x"], "--times is for a simulation"),
+        (["JOURNAL", "--against", "plan.json", "--model", "x"], "--model and --api-key are for a server"),
         (["JOURNAL"], "say what to do with the journal"),
         (["JOURNAL", "--against", "http://x", "--speed", "0"], "--speed is 0"),
         (["JOURNAL", "--against", "http://x", "--limit", "0"], "--limit is 0"),
