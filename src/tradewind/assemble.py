@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -44,6 +44,9 @@ from tradewind.weights.checkpoint import Checkpoint, open_checkpoint
 from tradewind.weights.fetch import Progress
 from tradewind.weights.lookup import find_model
 
+if TYPE_CHECKING:
+    from tradewind.runner.adapters import AdapterSlots
+
 FIRST_ROWS, FIRST_TOKENS = (1,), (128,)
 """Steps that are captured at start: decode steps of so many rows, prompt steps of so many tokens. All others when they are first met."""
 
@@ -58,14 +61,6 @@ class Planned:
     path: Path
     checkpoint: Checkpoint
     plan: Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterRoom:
-    """Room for low-rank adapters beside the model: how many at once, and the largest rank of one."""
-
-    slots: int = 8
-    rank: int = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +115,7 @@ def read_card(checkpoint: Checkpoint, *, name: str) -> ModelCard:
         tensors=checkpoint.tensors or None,  # none are open where weights are drawn at random
         generation_config=checkpoint.generation_config,
         sentence=checkpoint.sentence,
+        preprocessor=checkpoint.preprocessor,
     )
 
 
@@ -177,12 +173,12 @@ def make_executor(
     phases: Phases,
     progress: Progress | None = None,
     grammars: GrammarCompiler | None = None,
-    adapters: AdapterRoom | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> Executor:
-    """Weights, pages and the runner: the whole device wing behind its protocol. Raises UserError where adapters are asked for in vain."""
+    """Weights, pages and the runner: the whole device wing behind its protocol. `adapters`: name -> key of those to begin with; where the
+    plan has room for any, others may follow at run time. Raises UserError naming an adapter that this model cannot take."""
     plan = planned.plan
-    if adapters is not None and not hasattr(ops, "add_low_rank"):
-        raise UserError(f"the backend {plan.numerics.backend} serves no adapters yet; use --backend cpu, or none")
+    room = plan.adapters
     with phases("imports"):
         from tradewind.attention.backend import choose_backend
         from tradewind.device.kv import KVStorage
@@ -198,7 +194,10 @@ def make_executor(
         shown = progress if planned.checkpoint.nbytes >= SHOWN_BYTES else None
         if shown is not None:
             shown.start(f"loading {plan.model}", planned.checkpoint.nbytes)
-        banks = None if adapters is None else Adapters(ops, slots=adapters.slots, rank=adapters.rank)
+        banks = None
+        if room is not None:
+            exact = plan.numerics.backend == "plain" or plan.numerics.compute == "f32"
+            banks = Adapters(ops, slots=room.slots, rank=room.rank, exact=exact)
         try:
             if plan.load_format == "dummy":
                 model = load_dummy(
@@ -227,20 +226,34 @@ def make_executor(
 
     with phases("pages"):
         kv = KVStorage(ops, plan.cache.groups, plan.cache.pages).layers
-    if plan.numerics.backend == "cuda":
-        return _on_gpu(plan, model, ops, kv, phases=phases, grammars=grammars, close=close)
-    from tradewind.config.adapter_files import by_key
-    from tradewind.runner.adapters import AdapterSlots
-    from tradewind.runner.executor import LocalExecutor
-    from tradewind.runner.runner import StepRunner
-    from tradewind.weights.adapters import read_adapter
-
-    adapter_slots = None
+    adapter_slots: AdapterSlots | None = None
     if banks is not None:
+        from tradewind.config.adapter_files import by_key
+        from tradewind.runner.adapters import AdapterSlots
+        from tradewind.weights.adapters import read_adapter
+
         adapter_slots = AdapterSlots(
             banks,
             read=lambda key: read_adapter(by_key(key), family=family, card=card),
             slots=plan.schedule.max_running,
+        )
+        with phases("adapters"):
+            adapter_slots.begin(adapters or {})
+    if plan.numerics.backend == "cuda":
+        return _on_gpu(plan, model, ops, kv, phases=phases, grammars=grammars, close=close, adapters=adapter_slots)
+    from tradewind.runner.executor import LocalExecutor
+    from tradewind.runner.runner import StepRunner
+
+    images = None
+    if plan.card.vision is not None:
+        from tradewind.runner.encoder import ImageSlots
+
+        images = ImageSlots(
+            model.tower,  # type: ignore[attr-defined]
+            ops,
+            facts=plan.card.vision,
+            slots=plan.schedule.max_running,
+            capacity=plan.schedule.max_tokens_per_step,
         )
     runner = StepRunner(
         model=model,
@@ -255,8 +268,9 @@ def make_executor(
         tape=plan.numerics.tape and hasattr(ops, "record"),
         grammars=grammars,
         adapters=adapter_slots,
+        images=images,
     )
-    return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=close)
+    return LocalExecutor(runner, overlap=plan.schedule.steps_in_flight > 1, at_close=close, adapters=adapter_slots)
 
 
 def _on_gpu(
@@ -268,6 +282,7 @@ def _on_gpu(
     phases: Phases,
     grammars: GrammarCompiler | None,
     close: Callable[[], None],
+    adapters: AdapterSlots | None,
 ) -> Executor:
     """The runner of one GPU, with the graphs that most first requests need."""
     from tradewind.kernels.triton.graphs import Gpu
@@ -288,6 +303,7 @@ def _on_gpu(
             hidden=plan.card.hidden,
             graphs=plan.numerics.graphs,
             grammars=grammars,
+            adapters=adapters,
         )
     rows = [rows for rows in FIRST_ROWS if rows <= plan.schedule.max_running]
     tokens = [tokens for tokens in FIRST_TOKENS if tokens <= plan.schedule.max_tokens_per_step]
@@ -296,7 +312,34 @@ def _on_gpu(
     with phases("graphs"):
         runner.warm(rows, prompt_sizes=tokens)
     runner.prepare_rest()
-    return DeviceExecutor(runner, at_close=close)
+    return DeviceExecutor(runner, at_close=close, adapters=adapters)
+
+
+def make_loop(
+    plan: Plan,
+    executor: Executor,
+    *,
+    grammars: GrammarCompiler | None = None,
+    sinks: Sequence[Sink] = (),
+    step_times: Path | None = None,
+) -> EngineLoop:
+    """The host's side of an engine: the scheduler as planned, with step times fitted to its steps where the plan wants that.
+
+    `step_times`: a file that they are kept in and begin with. Raises UserError where that cannot be used.
+    """
+    scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars)
+    watch = None
+    if plan.schedule.fit_steps or step_times is not None:
+        from tradewind.simulate.live_times import live_times_of
+
+        watch = live_times_of(
+            plan,
+            clock=time.monotonic,
+            pace=scheduler.pace_by,
+            prepared=lambda: bool(getattr(executor, "prepared", True)),
+            file=step_times,
+        )
+    return EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks, watch=watch)
 
 
 def build_engine(
@@ -305,7 +348,7 @@ def build_engine(
     progress: Progress | None = None,
     sinks: Sequence[Sink] = (),
     phases: Phases | None = None,
-    adapters: AdapterRoom | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> Engine:
     """Everything from goals, ready to take requests. `phases` takes the times; its last phase ends where the imports began."""
     phases = phases or Phases()
@@ -321,7 +364,7 @@ def build_planned(
     progress: Progress | None = None,
     sinks: Sequence[Sink] = (),
     phases: Phases | None = None,
-    adapters: AdapterRoom | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> Engine:
     """Everything from a plan. Starts no thread of the engine; the client does when it is asked to. A failure leaves no thread behind."""
     phases = phases or Phases()
@@ -345,9 +388,7 @@ def build_planned(
                 raise tokenizer
             template = _template(tokenizer)
         with phases("engine"):
-            scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars)
-            loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks)
-            client = LocalClient(loop)
+            client = LocalClient(make_loop(plan, executor, grammars=grammars, sinks=sinks))
         undo.pop_all()
     return Engine(
         plan=plan,
@@ -370,8 +411,7 @@ def build_client(planned: Planned, *, sinks: Sequence[Sink] = (), phases: Phases
         executor = make_executor(planned, ops, phases=phases)
         undo.callback(executor.close)
         with phases("engine"):
-            scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=None)
-            client = LocalClient(EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic, sinks=sinks))
+            client = LocalClient(make_loop(plan, executor, sinks=sinks))
         undo.pop_all()
     return client
 

@@ -103,6 +103,8 @@ class _Parser(argparse.ArgumentParser):
         name = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{name!r} is one word too many; quote a text of several words")
+        if name in OTHERS_NAMES:
+            self.error(f"there is no option {name}, but {OTHERS_NAMES[name]}")
         self.error(f"there is no option {name}{_close_match(name, self._option_string_actions)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -114,6 +116,17 @@ class _Parser(argparse.ArgumentParser):
                 raise argparse.ArgumentError(None, f"there is no command {value!r}, only {', '.join(choices)}{close}")
             raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{close}")
 
+
+OTHERS_NAMES = {
+    "--enable-lora": "--adapter NAME=DIR, which needs no other",
+    "--lora-modules": "--adapter NAME=DIR, once for each",
+    "--lora-paths": "--adapter NAME=DIR, once for each",
+    "--max-cpu-loras": "--adapter-slots N: the files of all others are read when they are asked for",
+    "--max-lora-rank": "--adapter-rank R",
+    "--max-loras": "--adapter-slots N",
+    "--max-loras-per-batch": "--adapter-slots N",
+}
+"""What other servers call it -> what it is called here."""
 
 MODULES = (cli_ablate, cli_baseline, cli_explain, cli_replay, cli_simulate, cli_whatif)
 """Commands with a file of their own."""
@@ -168,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         "--quiet", action="store_true", help="nothing but the answer: no progress, notices and timing line"
     )
     _add_model(generate)
+    _add_adapter(generate)
     _add_sampling(generate)
     generate.add_argument("--n", type=int, default=1, metavar="N", help="answers per prompt")
     generate.add_argument("--logprobs", type=int, metavar="K", help="with --json: the K best at each position")
@@ -175,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", _chat, "Talk to a model. /reset forgets the conversation, /exit ends it.")
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_model(chat)
+    _add_adapter(chat)
     _add_sampling(chat)
 
     embed = command("embed", _embed, "Print the embedding of each text, a JSON array a line.", arguments=" [TEXT ...]")
@@ -195,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = command("serve", _serve, "Serve over HTTP, as the OpenAI API does.", arguments=" [MODEL]")
     serve.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
     _add_serve(serve)
+    _add_adapters(serve)
     _add_model(serve)
 
     techniques = command(
@@ -250,8 +266,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     means.add_argument("--max-tokens-per-step", type=_whole, metavar="N", help="longer prompts are computed in chunks")
     means.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
     means.add_argument("--policy", choices=["arrival", "fair", "length", "priority", "slo"], help="who is served first")
+    means.add_argument(
+        "--degrade",
+        choices=["full", "lossless", "off"],
+        help="given up under overload for the highest class: nothing; no answer changes; also refuse and shorten",
+    )
     means.add_argument("--threads", type=_whole, metavar="N", help="threads that compute")
     for name, text in (
+        ("fit-steps", "fit step times to the steps that run; pacing (--policy slo) then goes by them"),
         ("prefix-cache", "reuse the KV of shared prefixes"),
         ("overlap", "decide the next step while this one runs"),
         ("tape", "record a step's ops once and replay them in one call (CPU)"),
@@ -259,6 +281,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         ("deterministic", "the same answer alone and in any batch; on a GPU slower"),
     ):
         means.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+
+
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="answer with the low-rank adapter (LoRA) in this folder, as PEFT writes it"
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -322,6 +350,11 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--allow-sleep", action="store_true", help="obey POST /sleep: nobody is served until POST /wake_up"
     )
     group.add_argument(
+        "--allow-image-links",
+        action="store_true",
+        help="fetch images that are sent as http(s) links, from public hosts",
+    )
+    group.add_argument(
         "--ignore-unknown-fields", action="store_true", help="warn about unknown fields in a header, do not refuse"
     )
     group.add_argument(
@@ -348,10 +381,58 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--record", metavar="DIR", help="write a journal of the traffic there: lengths and structure, no text"
     )
+    group.add_argument(
+        "--step-times",
+        metavar="FILE",
+        help="begin with the step times in it, where there are any, and keep what is fitted; for simulate --times, too",
+    )
     group.add_argument("--record-raw", action="store_true", help="with --record: the tokens too")
+    group.add_argument(
+        "--on-drift",
+        choices=["off", "tell", "propose", "apply"],
+        default="tell",
+        help="when traffic leaves what the plan was made for: tell, propose another plan, or change to it (default tell)",
+    )
+    group.add_argument(
+        "--usual-traffic",
+        metavar="FILE|N",
+        help="what the plan was made for: a trace, or so many of the first requests (default 1000)",
+    )
     group.add_argument(
         "--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md"
     )
+
+
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("adapters (LoRA, as PEFT writes them)")
+    group.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        type=_named_folder,
+        metavar="NAME=DIR",
+        help="an adapter of the model, which clients ask for by its name as 'model'; repeatable",
+    )
+    group.add_argument(
+        "--adapter-folder", metavar="DIR", help="let clients load and unload adapters that lie in this folder"
+    )
+    group.add_argument(
+        "--adapter-slots",
+        type=_whole,
+        metavar="N",
+        help="adapters that run at once (default: all that are given; 8 with --adapter-folder)",
+    )
+    group.add_argument(
+        "--adapter-rank", type=_whole, metavar="R", help="largest rank of an adapter (default: of those given, or 16)"
+    )
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    """argparse type: NAME=DIR."""
+    name, equals, folder = text.partition("=")
+    if not (name.strip() and equals and folder):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name and a folder; give NAME=DIR")
+    return name.strip(), folder
 
 
 def _seconds(text: str) -> float:
@@ -406,6 +487,8 @@ def _goals(arguments: argparse.Namespace) -> Goals:
             max_tokens_per_step=arguments.max_tokens_per_step,
             max_running=arguments.max_running,
             policy=arguments.policy,
+            degrade=arguments.degrade,
+            fit_steps=arguments.fit_steps,
             threads=arguments.threads,
             prefix_cache=arguments.prefix_cache,
             overlap=arguments.overlap,
@@ -451,11 +534,29 @@ def _open(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
     with _no_ctrl_c_lost():
         from tradewind.llm import LLM
 
-        llm = LLM(goals=goals, progress=not quiet, phases=phases)
+        llm = LLM(goals=goals, progress=not quiet, phases=phases, **_adapters(arguments))
     if not quiet:
         for notice in llm.notices:
             _tell(f"tradewind: {notice}")
     return llm
+
+
+ADAPTER = "adapter"
+"""What the adapter of a command that has one is called."""
+
+
+def _adapters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `LLM` for --adapter DIR, with just the room that it needs. Raises UserError."""
+    folder = getattr(arguments, "adapter", None)
+    if folder is None:
+        return {}
+    from tradewind.config.adapter_files import look_at
+
+    return {"adapters": {ADAPTER: folder}, "max_adapters": 1, "max_adapter_rank": look_at(folder).rank}
+
+
+def _adapter_name(arguments: argparse.Namespace) -> str | None:
+    return None if arguments.adapter is None else ADAPTER
 
 
 @contextmanager
@@ -503,10 +604,12 @@ def _generate(arguments: argparse.Namespace) -> int:
         sampling = llm.with_default_length(sampling, asked, DEFAULT_MAX_TOKENS)
         if arguments.json or len(asked) * sampling.n > 1:
             errors = _print_outputs(
-                llm.generate(asked, sampling, progress=not arguments.quiet), prompts, as_json=arguments.json
+                llm.generate(asked, sampling, adapter=_adapter_name(arguments), progress=not arguments.quiet),
+                prompts,
+                as_json=arguments.json,
             )
         else:
-            errors = _say(llm.stream(asked[0], sampling), [])
+            errors = _say(llm.stream(asked[0], sampling, adapter=_adapter_name(arguments)), [])
         for error in errors:
             _tell(f"tradewind: {error}")
         if not arguments.quiet:
@@ -598,7 +701,7 @@ def _chat(arguments: argparse.Namespace) -> int:
                     _tell(f"(there is no {text.split()[0]}; there are /reset and /exit)")
                 elif text:
                     asked = [*messages, {"role": "user", "content": text}]
-                    _turn(llm, asked, sampling, said)
+                    _turn(llm, asked, sampling, said, adapter=_adapter_name(arguments))
             except KeyboardInterrupt:
                 # Ends this answer or drops this line, never the conversation; the stream's clean-up has ended the request.
                 if not interactive:
@@ -608,10 +711,13 @@ def _chat(arguments: argparse.Namespace) -> int:
                 messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
-def _turn(llm: LLM, asked: list[dict[str, str]], sampling: SamplingParams, said: list[str]) -> None:
+def _turn(
+    llm: LLM, asked: list[dict[str, str]], sampling: SamplingParams, said: list[str], *, adapter: str | None
+) -> None:
     """Answers once; the pieces of the answer are added to `said`."""
     try:
-        errors = _say(llm.stream(asked, llm.with_default_length(sampling, [asked], DEFAULT_MAX_TOKENS)), said)
+        sampling = llm.with_default_length(sampling, [asked], DEFAULT_MAX_TOKENS)
+        errors = _say(llm.stream(asked, sampling, adapter=adapter), said)
         for error in errors:
             _tell(f"({error})")
     except UserError as error:
@@ -700,6 +806,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         stall_timeout_s=arguments.stall_timeout,
         restart_engine=arguments.restart_engine,
         allow_sleep=arguments.allow_sleep,
+        allow_image_links=arguments.allow_image_links,
         ignore_unknown_fields=arguments.ignore_unknown_fields,
         cors_origins=tuple(arguments.cors_origin),
         chat_template=None if arguments.chat_template is None else Path(arguments.chat_template),
@@ -711,6 +818,13 @@ def _serve(arguments: argparse.Namespace) -> int:
         otlp_endpoint=arguments.otlp_endpoint,
         record=None if arguments.record is None else Path(arguments.record),
         record_raw=arguments.record_raw,
+        step_times=None if arguments.step_times is None else Path(arguments.step_times),
+        on_drift=arguments.on_drift,
+        usual_traffic=arguments.usual_traffic,
+        adapters=tuple((name, Path(folder)) for name, folder in arguments.adapter),
+        adapter_slots=arguments.adapter_slots,
+        adapter_rank=arguments.adapter_rank,
+        adapter_folder=None if arguments.adapter_folder is None else Path(arguments.adapter_folder),
     )
     return serve(options, began_s=began_s)
 

@@ -44,6 +44,13 @@ def add_load(made: argparse.ArgumentParser) -> None:
     made.add_argument("--model", metavar="NAME", help="what the server calls its model (default: its first)")
     made.add_argument("--api", choices=["chat", "completions"], default="chat", help="default %(default)s")
     made.add_argument("--api-key", metavar="KEY", help="of the server")
+    made.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="'NAME: VALUE'",
+        help="sent with each request, such as 'x-traffic-class: chat'; repeatable",
+    )
     load = made.add_argument_group(
         "load (closed loop of 1 client unless one of --rate, --trace, --concurrency is given)"
     )
@@ -81,8 +88,8 @@ def add_load(made: argparse.ArgumentParser) -> None:
 
 
 LOAD = (
-    "api", "rate", "arrivals", "burst", "trace", "speed", "concurrency", "think", "requests", "duration", "prompt_tokens", "output_tokens",
-    "shared_prefix", "seed", "warm_up", "timeout", "slo",
+    "api", "header", "rate", "arrivals", "burst", "trace", "speed", "concurrency", "think", "requests", "duration", "prompt_tokens",
+    "output_tokens", "shared_prefix", "seed", "warm_up", "timeout", "slo",
 )  # fmt: skip
 """What `settings` of a report hold: enough to do it again."""
 
@@ -120,7 +127,9 @@ def measure(arguments: argparse.Namespace) -> tuple[ServeReport, Measured]:
     check(arguments)
     warm_up, targets = parse_warm_up(arguments.warm_up), parse_targets(arguments.slo)
     asks = _asks(arguments)
-    client = Client(arguments.url, api=arguments.api, key=arguments.api_key, timeout_s=arguments.timeout)
+    client = Client(
+        arguments.url, api=arguments.api, key=arguments.api_key, headers=arguments.header, timeout_s=arguments.timeout
+    )
     text = Text(seed=arguments.seed, run=time.time_ns())
     opened = arguments.rate is not None or arguments.trace is not None
 
@@ -163,8 +172,10 @@ def measure(arguments: argparse.Namespace) -> tuple[ServeReport, Measured]:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises UserError for numbers and combinations that make no load."""
+    from tradewind.bench.serve_client import parse_headers
     from tradewind.bench.serve_load import MAX_REQUESTS, check_rate
 
+    parse_headers(arguments.header)
     ways = [name for name in ("rate", "trace", "concurrency") if getattr(arguments, name) is not None]
     if len(ways) > 1:
         raise UserError(f"--{ways[0]} and --{ways[1]} are two different loads; give one of them")

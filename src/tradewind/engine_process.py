@@ -12,6 +12,7 @@ It lives exactly as long as somebody holds the other end: when the front is gone
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tradewind.contract.errors import UserError
@@ -29,7 +31,9 @@ from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Forget, Sleep
 from tradewind.engine.stats import Tally, describe
 from tradewind.engine.wire import (
     ORDERS,
+    AdapterChecked,
     BrokenLink,
+    CheckAdapter,
     Describe,
     Described,
     Drain,
@@ -39,6 +43,7 @@ from tradewind.engine.wire import (
     Located,
     Order,
     Ready,
+    Said,
     Start,
     Stop,
     batch_of,
@@ -86,6 +91,7 @@ class EngineProcess:
             built = build_scripted(start, self._link) if start.script is not None else build_model(start, self._link)
             self._built = built
             self._link.send(built.ready)
+            tell_front(self._link)
             return self._run(built.loop)
         except UserError as error:
             return self._fatal(str(error), exit_code=error.exit_code, by_user=True)
@@ -103,6 +109,9 @@ class EngineProcess:
                 tally.take(reports)
                 self._link.send(batch_of(reports, tally.stats()))
 
+        stats = tally.stats()
+        if stats.degrade is not None or stats.step_times is not None:
+            self._link.send(batch_of([], stats))  # there is something to tell before the first step
         while not self._stop:
             self._work.clear()
             if loop.busy:
@@ -117,7 +126,11 @@ class EngineProcess:
             elif self._drain:
                 break
             else:
-                self._work.wait()
+                given_up = loop.scheduler.degraded
+                wait_s = loop.rest()
+                if loop.scheduler.degraded != given_up:  # nobody asks for anything, but somebody may look
+                    self._link.send(batch_of([], tally.stats()))
+                self._work.wait(wait_s)
         tell(loop.close())
         return 0
 
@@ -142,6 +155,11 @@ class EngineProcess:
                 built.loop.post(order)
         elif isinstance(order, Describe):
             self._link.send(described(built.loop) if built is not None else Described("the engine is being built"))
+        elif isinstance(order, CheckAdapter):
+            # Files are read: in a thread of its own, so that no order waits for a disk.
+            threading.Thread(
+                target=self._check_adapter, args=(order.key,), name="tradewind-adapter", daemon=True
+            ).start()
         elif isinstance(order, Drain):
             self._drain = True
         elif isinstance(order, Stop):
@@ -150,6 +168,12 @@ class EngineProcess:
             if self._faults and built is not None and built.fault is not None:
                 built.fault(order.do, order.seconds)
         self._work.set()
+
+    def _check_adapter(self, key: str) -> None:
+        built = self._built
+        why = "the engine is being built" if built is None else why_not_adapter(built.loop, key)
+        with suppress(OSError):
+            self._link.send(AdapterChecked(key, why))
 
     def _end_soon(self) -> None:
         """Lets the main thread end in order, and ends the process under it when it does not: a step may hang, a start may take long."""
@@ -160,18 +184,49 @@ class EngineProcess:
         os._exit(0)
 
 
+class _ToFront(logging.Handler):
+    """Sends what is logged to the front."""
+
+    def __init__(self, link: Link[Order]) -> None:
+        super().__init__(logging.INFO)
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler. Where there is no front any more, there is no log."""
+        with suppress(OSError):
+            self._link.send(Said(record.name, record.levelno, record.getMessage()))
+
+
+def tell_front(link: Link[Order]) -> None:
+    """From now on the front writes what this process logs: one log, in one form."""
+    logger = logging.getLogger("tradewind")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_ToFront(link))
+
+
 def described(loop: EngineLoop) -> Described:
     """The loop's state at this moment; from any thread."""
     doing, since_s = loop.doing
     return Described(describe(loop), doing=(doing, time.monotonic() - since_s), waits_on=loop.waits_on)
 
 
+def why_not_adapter(loop: EngineLoop, key: str) -> str | None:
+    """Why the model cannot take an adapter; from any thread."""
+    try:
+        loop.check_adapter(key)
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # of whatever a file holds: the engine does not die of it
+        traceback.print_exc()
+        return f"the adapter cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
 def build_model(start: Start, link: Link[Order]) -> Built:
     """An engine with a model: the parts that `assemble` makes, without the text tools, which the front has."""
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
-        from tradewind.assemble import make_executor, make_ops, make_plan, read_tokenizer, vocabulary_of
-        from tradewind.engine.scheduler import Scheduler
+        from tradewind.assemble import make_executor, make_loop, make_ops, make_plan, read_tokenizer, vocabulary_of
         from tradewind.sampling.grammar_compile import GrammarCompiler
         from tradewind.weights.checkpoint import open_checkpoint
         from tradewind.weights.fetch import RichProgress
@@ -187,10 +242,10 @@ def build_model(start: Start, link: Link[Order]) -> Built:
         lambda: vocabulary_of(read_tokenizer(open_checkpoint(planned.path)), plan), vocab_size=plan.card.vocab_size
     )
     warm = grammars.warm()
-    executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars)
+    executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars, adapters=start.adapters)
     with phases("engine"):
-        scheduler = Scheduler(schedule=plan.schedule, cache=plan.cache, clock=time.monotonic, grammars=grammars)
-        loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
+        times = Path(start.step_times) if start.step_times else None
+        loop = make_loop(plan, executor, grammars=grammars, step_times=times)
     with phases("grammars"):
         warm.exception()  # without the extra there is one; it is told to the requests that need a grammar
     ready = Ready(schedule=plan.schedule, cache=plan.cache, phases=_spans(phases), notices=notices)
@@ -201,7 +256,7 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
     """An engine whose device says what a script file says."""
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
-        from tradewind.engine.degrade import Degrader
+        from tradewind.engine.degrade import Degrader, pinned
         from tradewind.engine.scheduler import Scheduler
         from tradewind.simulate.forced import AnyGrammar, ForcedExecutor
         from tradewind.simulate.script_file import Answers, plans_of, read_script
@@ -229,13 +284,14 @@ def build_scripted(start: Start, link: Link[Order]) -> Built:
             end_token=tokenizer.eos_id if tokenizer.eos_id is not None else ends[0],
         )
         drafts = script.drafts.per_row if script.drafts is not None else 0
+        ladder = pinned(script.degrade, start.goals.means.degrade)
         scheduler = Scheduler(
             schedule=schedule,
             cache=cache,
             clock=time.monotonic,
             drafts_per_row=drafts,
             grammars=AnyGrammar(),
-            degrade=None if script.degrade is None else Degrader(schedule, script.degrade),
+            degrade=None if ladder is None else Degrader(schedule, ladder, drafts=drafts > 0),
         )
         loop = EngineLoop(scheduler=scheduler, executor=executor, clock=time.monotonic)
     ready = Ready(schedule=schedule, cache=cache, drafts_per_row=drafts, phases=_spans(phases))

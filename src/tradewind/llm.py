@@ -23,11 +23,13 @@ from typing import Any, Self
 
 import msgspec
 
-from tradewind.assemble import AdapterRoom, Engine, build_engine
-from tradewind.config.goals import Goals, Means
+from tradewind.assemble import Engine, build_engine
+from tradewind.config.adapter_files import look_at
+from tradewind.config.goals import AdapterRoom, Goals, Means
 from tradewind.config.plan import Plan
 from tradewind.config.sizes import parse_bytes
 from tradewind.contract.errors import EngineDeadError, RequestError, UserError
+from tradewind.contract.image import Image
 from tradewind.contract.request import Pooling, Request, SamplingParams
 from tradewind.contract.step import Floats, TokenLogprobs
 from tradewind.engine.client import Handle
@@ -35,12 +37,14 @@ from tradewind.phases import Phases
 from tradewind.serving.adapters import AdapterBook
 from tradewind.serving.answer import Answer, Completion, Delta
 from tradewind.serving.embedding import vector_of
+from tradewind.serving.images import ImageReader, pictures_of, placed, taken_out
 from tradewind.serving.intake import Intake, Limits
 from tradewind.serving.tokenizer import TextTokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text to be continued, token ids, or messages of a conversation."""
+"""Text to be continued, token ids, or messages of a conversation; these may have images, {"type": "image", "image": ...}: a path, a data
+URL, a file's bytes, a Pillow image or an array."""
 
 Text = str | Sequence[int]
 """Text to be embedded, or its token ids as they are."""
@@ -85,7 +89,7 @@ class LLM:
     ) -> None:
         """Builds the engine: `model` is a folder, a .gguf file, a packaged name or a Hub id; `means` pins choices (config.goals.Means).
 
-        `goals` replaces all of these. `progress` tells about downloads and long loads on standard error. `phases` goes on
+        `goals` replaces all of these but adapters. `progress` tells about downloads and long loads on standard error. `phases` goes on
         counting the start-up times of its owner. `adapters`: name -> folder of low-rank adapters (LoRA) to begin with; more may come with
         `load_adapter` where `max_adapters` (those in use at once, 8 where any are given) is not 0. Raises UserError with advice.
         """
@@ -97,13 +101,20 @@ class LLM:
 
             shown = RichProgress()
         slots = (8 if adapters else 0) if max_adapters is None else max_adapters
-        room = AdapterRoom(slots=slots, rank=max_adapter_rank) if slots else None
-        self._adapters = AdapterBook(largest_rank=max_adapter_rank) if slots else None
-        for name, folder in (adapters or {}).items():
-            self.load_adapter(name, folder)
-        self._engine = build_engine(goals, progress=shown, phases=phases, adapters=room)
+        if slots:
+            goals = msgspec.structs.replace(goals, adapters=AdapterRoom(slots=slots, rank=max_adapter_rank))
+        elif adapters:
+            raise UserError(f"{len(adapters)} adapters are given and max_adapters is 0; leave it out, or the adapters")
+        room = goals.adapters
+        self._adapters = None if room is None else AdapterBook(largest_rank=room.rank)
+        if self._adapters is not None:
+            for name, folder in (adapters or {}).items():
+                self._adapters.load(name, Path(folder))
+        keys = None if self._adapters is None else self._adapters.keys
+        self._engine = build_engine(goals, progress=shown, phases=phases, adapters=keys)
         plan = self._engine.plan
         self._intake = Intake(Limits.of(plan, eos_ids=self._engine.tokenizer.eos_ids))
+        self._images = ImageReader.of(plan)
         self._finished: list[Answer] = []
         # Who holds it runs the engine. Not reentrant: a turn never begins inside a turn.
         self._turn = threading.Lock()
@@ -144,18 +155,25 @@ class LLM:
         return self._engine.checkpoint_path
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids that a prompt becomes; changes nothing. Raises RequestError or UserError."""
+        """The token ids that a prompt becomes, those of its images too; changes nothing. Raises RequestError or UserError."""
+        return self._read(prompt)[0]
+
+    def _read(self, prompt: Prompt) -> tuple[list[int], tuple[Image, ...]]:
+        """Token ids and images of a prompt."""
         prompt = _plain(prompt)
         if isinstance(prompt, str):
-            return self._engine.tokenizer.encode(prompt, add_special=True)
+            return self._engine.tokenizer.encode(prompt, add_special=True), ()
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise RequestError(f"a prompt must be text, token ids or messages, not {type(prompt).__name__}")
         if prompt and isinstance(prompt[0], Mapping):
             template = self._engine.template
             if isinstance(template, UserError):
                 raise template
-            return self._engine.tokenizer.encode_chat(template.render(prompt))  # type: ignore[arg-type]
-        return list(prompt)  # type: ignore[arg-type]
+            messages, asked = taken_out(prompt)
+            pictures = pictures_of(asked, self._images, files=True)
+            ids = self._engine.tokenizer.encode_chat(template.render(messages))
+            return (ids, ()) if self._images is None else placed(ids, pictures, token=self._images.facts.image_token)
+        return list(prompt), ()  # type: ignore[arg-type]
 
     def with_default_length(self, sampling: SamplingParams, prompts: Sequence[Prompt], tokens: int) -> SamplingParams:
         """`sampling` with max_tokens filled in where it is None: `tokens`, or what the longest prompt leaves of the context."""
@@ -173,10 +191,13 @@ class LLM:
 
     def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> None:
         """Gives the low-rank adapter in a folder (as PEFT writes it) a name to ask for it by; a known name gets the new files. Its weights
-        are read when the first request for it runs. Raises UserError."""
+        are read to see whether the model can take them, and again when the first request for it runs. Raises UserError."""
         if self._adapters is None:
             raise UserError("this engine has no room for adapters: make it with max_adapters")
-        self._adapters.load(name, Path(folder))
+        found = look_at(Path(folder))
+        self._adapters.check(name, found)
+        self._engine.client.loop.check_adapter(found.key)
+        self._adapters.take(name, found)
 
     def unload_adapter(self, name: str) -> None:
         """Forgets a name; what runs goes on. Raises RequestError for one that is not there."""
@@ -355,7 +376,8 @@ class LLM:
         answers: list[Answer] = []
         for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
             try:
-                requests = self._intake.requests(self.tokenize(prompt), params, now_s=time.monotonic(), adapter=key)
+                ids, images = self._read(prompt)
+                requests = self._intake.requests(ids, params, now_s=time.monotonic(), adapter=key, images=images)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise

@@ -27,7 +27,8 @@ def facts_table(plan: Plan) -> Table:
     """What was planned for what."""
     card, machine = plan.card, plan.hardware
     window_layers = sum(window is not None for window in card.layer_windows)
-    windows = f", {window_layers} with a window" if window_layers else ""
+    windowed = "in chunks" if card.windows_restart else "with a window"
+    windows = f", {window_layers} {windowed}" if window_layers else ""
     scaling = "" if card.rope.kind == "none" else f", rope {card.rope.kind} x{card.rope.factor:g}"
     table = Table.grid(padding=(0, 2))
     table.add_row(

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +30,12 @@ from tradewind.phases import Phase, Phases
 if TYPE_CHECKING:
     from tradewind.config.goals import Goals
     from tradewind.config.plan import Plan
+    from tradewind.engine.columns import Report
     from tradewind.engine.wire import Located, Ready, Start
     from tradewind.observability.hub import Hub
     from tradewind.observability.journal import JournalWriter
+    from tradewind.serve_drift import DriftWatch, OnDrift
+    from tradewind.serving.adapters import AdapterBook
     from tradewind.serving.http.front import Front
     from tradewind.serving.supervisor import Launched, Supervisor
     from tradewind.serving.tokenizer import TextTokenizer
@@ -58,6 +61,8 @@ class ServeOptions:
     restart_engine: bool = False
     allow_sleep: bool = False
     """Obey POST /sleep."""
+    allow_image_links: bool = False
+    """Fetch images that are sent as links."""
     ignore_unknown_fields: bool = False
     cors_origins: tuple[str, ...] = ()
     chat_template: Path | None = None
@@ -76,6 +81,20 @@ class ServeOptions:
     record_raw: bool = False
     """With the tokens of prompts and answers in it."""
     faults: bool = False
+    step_times: Path | None = None
+    """A file that fitted step times are read from and kept in."""
+    on_drift: OnDrift = "tell"
+    """What is done when traffic leaves what the plan was made for."""
+    usual_traffic: str | None = None
+    """What that is: a trace, or so many of the first requests."""
+    adapters: tuple[tuple[str, Path], ...] = ()
+    """Name and folder of the low-rank adapters to begin with."""
+    adapter_slots: int | None = None
+    """How many adapters may run at once; None: all that are given."""
+    adapter_rank: int | None = None
+    """The largest rank of one; None: that of those given."""
+    adapter_folder: Path | None = None
+    """Adapters in it may be loaded and unloaded at run time, by whoever may ask anything."""
 
 
 def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
@@ -87,6 +106,7 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
     _check(options)
     _need_the_server()
     text = None if options.script is None else _read_file(options.script)
+    goals, book = with_adapters(options)
     with bind(options.host, options.port) as listener:
         process, end, launched_s = _launch()
         try:
@@ -94,7 +114,14 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
             from tradewind.serving.supervisor import Launched, Supervisor
 
             name = "" if options.script is None else options.script.name
-            start = Start(goals=options.goals, script=text, script_name=name, faults=options.faults)
+            start = Start(
+                goals=goals,
+                script=text,
+                script_name=name,
+                faults=options.faults,
+                step_times="" if options.step_times is None else str(options.step_times.absolute()),
+                adapters={} if book is None else book.keys,
+            )
             engine = Supervisor(start, launch=launch)
             launched = Launched(process=process, end=end, at_s=launched_s)
         except BaseException:
@@ -104,9 +131,46 @@ def serve(options: ServeOptions, *, began_s: float | None = None) -> int:
             raise
         try:
             engine.spawn(launched)
-            return _serve_beside(engine, listener, options, start=start, phases=_Start(began_s, launched_s))
+            return _serve_beside(
+                engine, listener, options, start=start, phases=_Start(began_s, launched_s), adapters=book
+            )
         finally:
             engine.close()
+
+
+def with_adapters(options: ServeOptions) -> tuple[Goals, AdapterBook | None]:
+    """The goals with room for adapters, and those to begin with, whose files are read once; None: there is no room for any. Raises
+    UserError."""
+    asked = options.adapters or options.adapter_folder or options.adapter_slots or options.adapter_rank
+    if not asked and options.goals.adapters is None:
+        return options.goals, None
+    if options.script is not None:
+        raise UserError("a script's answers know no adapters; leave --script out, or what is said of adapters")
+    from msgspec import structs
+
+    from tradewind.config.adapter_files import look_at
+    from tradewind.serving.adapters import AdapterBook, room_for
+
+    names = [name for name, _ in options.adapters]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two adapters are called {name!r}; each --adapter NAME=DIR needs a name of its own")
+    folder = options.adapter_folder
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--adapter-folder {folder} is no folder")
+    files = {name: look_at(folder) for name, folder in options.adapters}
+    room = room_for(
+        files.values(),
+        slots=options.adapter_slots,
+        rank=options.adapter_rank,
+        more=folder is not None,
+        stated=options.goals.adapters,
+    )
+    assert room is not None
+    book = AdapterBook(largest_rank=room.rank, taken=(*options.served_names, name_of(options.goals.model)))
+    for name, found in files.items():
+        book.take(name, found)
+    return structs.replace(options.goals, adapters=room), book
 
 
 def _check(options: ServeOptions) -> None:
@@ -119,6 +183,9 @@ def _check(options: ServeOptions) -> None:
             )
         if not all("!" <= letter <= "~" for letter in key):
             raise UserError("an API key has a character that no header can carry; use printable ASCII without spaces")
+    if options.step_times is not None and (options.script is not None or options.goals.means.fit_steps is False):
+        other = "--script" if options.script is not None else "--no-fit-steps"
+        raise UserError(f"--step-times keeps what steps of a model take, and {other} fits none; leave one of them out")
     for name in options.served_names:
         if not name.strip():
             raise UserError(
@@ -130,6 +197,16 @@ def _check(options: ServeOptions) -> None:
                 f"--cors-origin is {origin!r}; an origin is a scheme, a host and a port where it has one,"
                 " such as https://example.org or http://localhost:3000, or * for every one"
             )
+    if options.on_drift == "off" and options.usual_traffic is not None:
+        raise UserError("--usual-traffic says what drift is measured by, but --on-drift is off; leave one of them out")
+    if options.on_drift in ("apply", "propose") and options.script is not None:
+        raise UserError(
+            f"--on-drift {options.on_drift} needs a plan to change, and a script has none; use tell, or off"
+        )
+    if options.usual_traffic is not None:
+        from tradewind.serve_drift import read_usual
+
+        read_usual(options.usual_traffic)  # what is wrong with it is to be said before anything is started
 
 
 class _Start:
@@ -151,7 +228,13 @@ class _Start:
 
 
 def _serve_beside(
-    engine: Supervisor, listener: socket.socket, options: ServeOptions, *, start: Start, phases: _Start
+    engine: Supervisor,
+    listener: socket.socket,
+    options: ServeOptions,
+    *,
+    start: Start,
+    phases: _Start,
+    adapters: AdapterBook | None,
 ) -> int:
     """Makes the front while the engine builds itself, and serves; returns the exit code."""
     from tradewind.observability.hub import Hub
@@ -166,11 +249,14 @@ def _serve_beside(
         script = read_script(start.script, name=start.script_name)
     located = engine.await_located()
     parts = FrontParts(options, located, script=script)
+    if options.on_drift != "off":
+        import tradewind.serve_drift  # noqa: F401  # while the engine loads
     ready = engine.await_ready()
     for notice in ready.notices:
         log.warning(notice)
     phases.add(ready.phases)
     servers: list[FrontServer] = []
+    watch = _drift_watch(options, start=start, located=located, ready=ready)
     hub = Hub.for_server(
         model=parts.names[0],
         version=__version__,
@@ -185,19 +271,38 @@ def _serve_beside(
         otlp_endpoint=options.otlp_endpoint,
         page_tokens=ready.cache.page_tokens,
         max_tokens_per_step=ready.schedule.max_tokens_per_step,
+        more=() if watch is None else (watch.listener,),
     )
-    engine.on_reports = hub.take_reports
+    engine.on_reports = hub.take_reports if watch is None else _both(hub.take_reports, watch.take_reports)
+    if watch is not None:
+        hub.metrics.more.append(watch.guard.metrics)
     journal = _journal(options, parts, ready)
     if journal is not None:
         hub.on_itemised = journal.take_itemised
         log.info(f"recording {'raw' if options.record_raw else 'redacted'} traffic to {options.record}")
+
+    def died(why: str) -> None:
+        hub.engine_ended(why)
+        if watch is not None:
+            watch.guard.engine_died(why)
+
+    def planned(located: Located, ready: Ready) -> None:
+        parts.replanned(located.plan)
+        hub.replanned(
+            parts.shown_plan,
+            max_running=ready.schedule.max_running,
+            page_tokens=ready.cache.page_tokens,
+            max_tokens_per_step=ready.schedule.max_tokens_per_step,
+        )
+        if watch is not None:
+            watch.planned(located.plan)
 
     def tell_ready() -> None:
         log.info(phases.end("http"))
         log.info(f"ready on {url_of(listener)}")
 
     server = FrontServer(
-        parts.front(ready, client=engine, hub=hub, journal=journal),
+        parts.front(ready, client=engine, hub=hub, journal=journal, adapters=adapters, watch=watch),
         engine,
         ready=ready,
         patience=Patience(
@@ -206,9 +311,13 @@ def _serve_beside(
             restart_engine=options.restart_engine,
         ),
         on_ready=tell_ready,
-        on_death=hub.engine_ended,
+        on_death=died,
+        on_planned=planned,
+        beside=None if watch is None else watch.run,
     )
     servers.append(server)
+    if watch is not None:
+        watch.change_plan, watch.keep_plan = server.change_plan, server.keep_plan
     try:
         return server.run(listener)
     except OSError as error:
@@ -219,6 +328,32 @@ def _serve_beside(
         hub.close()
         if journal is not None:
             journal.close()
+
+
+def _drift_watch(options: ServeOptions, *, start: Start, located: Located, ready: Ready) -> DriftWatch | None:
+    if options.on_drift == "off":
+        return None
+    from tradewind.serve_drift import DriftWatch, read_usual
+
+    return DriftWatch(
+        mode=options.on_drift,
+        goals=start.goals,
+        plan=located.plan,
+        usual=read_usual(options.usual_traffic),
+        steps_in_flight=ready.schedule.steps_in_flight,
+    )
+
+
+def _both(
+    first: Callable[[list[Report]], None], second: Callable[[list[Report]], None]
+) -> Callable[[list[Report]], None]:
+    """One listener of two."""
+
+    def take(reports: list[Report]) -> None:
+        first(reports)
+        second(reports)
+
+    return take
 
 
 def _journal(options: ServeOptions, parts: FrontParts, ready: Ready) -> JournalWriter | None:
@@ -300,6 +435,10 @@ class FrontParts:
             reasoning=options.reasoning or (script.reasoning if script is not None else None),
         )
 
+    def replanned(self, plan: Plan | None) -> None:
+        """Another plan is in force; what clients were told of the model stays."""
+        self._plan = plan
+
     @property
     def shown_plan(self) -> Plan | None:
         """The plan as the page shows it: under the name that clients know."""
@@ -312,10 +451,21 @@ class FrontParts:
         """Token ids are below it."""
         return self._vocab_size
 
-    def front(self, ready: Ready, *, client: Supervisor, hub: Hub, journal: JournalWriter | None = None) -> Front:
+    def front(
+        self,
+        ready: Ready,
+        *,
+        client: Supervisor,
+        hub: Hub,
+        journal: JournalWriter | None = None,
+        adapters: AdapterBook | None = None,
+        watch: DriftWatch | None = None,
+    ) -> Front:
         """The whole, when the engine is ready."""
         from tradewind.serving.http.front import Front, Options
+        from tradewind.serving.images import ImageReader
         from tradewind.serving.intake import Intake, Limits
+        from tradewind.serving.links import LinkFetcher
         from tradewind.serving.page import OPEN_PATHS, page_routes
 
         options = self._options
@@ -331,6 +481,7 @@ class FrontParts:
             model=self.names[0],
             max_running=ready.schedule.max_running,
             served_names=self.names[1:],
+            adapters=adapters,
             options=Options(
                 api_keys=options.api_keys,
                 ignore_unknown_fields=options.ignore_unknown_fields,
@@ -338,13 +489,20 @@ class FrontParts:
                 cors_origins=options.cors_origins,
                 health_timeout_s=options.stall_timeout_s,
                 allow_sleep=options.allow_sleep,
+                adapter_folder=None if options.adapter_folder is None else str(options.adapter_folder),
             ),
             classes=options.goals.classes,
             honours_priority=ready.schedule.policy == "priority"
             or any(one.match.priority is not None for one in options.goals.classes),
             speech=self._speech,
             structured=self._structured,
-            more_routes=page_routes(board=hub.board.json, plan=lambda: hub.plan),
+            images=ImageReader.of(self._plan),
+            links=LinkFetcher() if options.allow_image_links else None,
+            more_routes=page_routes(
+                board=hub.board.json,
+                plan=lambda: hub.plan,
+                drift=(lambda: b"null") if watch is None else watch.guard.json,
+            ),
             open_paths=OPEN_PATHS,
             metrics=hub.metrics.text,
             on_receipt=hub.take_receipt,
@@ -352,6 +510,7 @@ class FrontParts:
             receipts=hub.receipts.json,
             slowest=hub.receipts.slowest_json,
             diagnosis=lambda: None if client.diagnosis is None else str(client.diagnosis),
+            drift=None if watch is None else lambda: watch.guard.says,
             created_s=int(time.time()),
         )
 

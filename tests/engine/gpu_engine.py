@@ -20,7 +20,7 @@ elif not torch.cuda.is_available():
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1 set before Python starts", allow_module_level=True)
 
 from tradewind.assemble import Engine, Planned, make_executor, read_card, read_tokenizer, vocabulary_of  # noqa: E402
-from tradewind.config.goals import Goals, Means  # noqa: E402
+from tradewind.config.goals import AdapterRoom, Goals, Means  # noqa: E402
 from tradewind.config.hardware import Hardware  # noqa: E402
 from tradewind.config.resolve import resolve  # noqa: E402
 from tradewind.contract.errors import UserError  # noqa: E402
@@ -61,11 +61,12 @@ def gpu_engine_of(
     sinks: Sequence[Sink] = (),
     ways: AttentionWays | None = None,
     tuning: Tuning | None = None,
+    adapters: AdapterRoom | None = None,
     **means: Any,
 ) -> Iterator[Engine]:
     """An engine on the checkpoint with small steps; `pages` and `schedule` overrule the plan, `ways` and `tuning` are the op set's."""
     small = {"max_running": 6, "max_tokens_per_step": 48, "page_tokens": 16}
-    goals = Goals(model=str(folder), means=Means(backend="cuda", **{**small, **means}))
+    goals = Goals(model=str(folder), adapters=adapters, means=Means(backend="cuda", **{**small, **means}))
     checkpoint = open_checkpoint(folder)
     plan = resolve(goals, read_card(checkpoint, name=str(folder)), HARDWARE, missing={})
     cache = plan.cache

@@ -11,7 +11,7 @@ import pytest
 from gpu_engine import INTERPRETED, gpu_engine_of
 from tiny_engine import VOCAB, Listener, answers, nothing_is_held_by, prompts, requests, write_checkpoint
 
-from tradewind.contract.events import Preempted, TokensOut
+from tradewind.contract.events import Preempted, StepDone, TokensOut
 from tradewind.contract.request import SamplingParams
 from tradewind.kernels.triton.tuning import AttentionWays, Tuning
 from tradewind.serving.structured import StructuredOutput
@@ -157,8 +157,8 @@ def test_a_shared_prefix_is_read_once_and_the_logits_stay(tmp_path: Path) -> Non
             if ways is not None:
                 runner = engine.client.loop._executor._runner
                 counted = {
-                    group.kind: int(runner._found(rows)[0])
-                    for group, rows in zip(runner._groups, runner._batch.rows, strict=True)
+                    group.kind: int(runner._programs.found(rows)[0])
+                    for group, rows in zip(runner._groups, runner._programs.batch.rows, strict=True)
                 }
                 assert counted == {"full": 48} | ({"window": 0} if len(counted) > 1 else {})
                 answers(engine, requests(engine, [prefix + tail for tail in own[:2]], GREEDY, prefix="w"))
@@ -190,7 +190,9 @@ def test_prompts_that_begin_beside_one_that_goes_on(llama: Path, monkeypatch: py
                 assert {bucket.rows for bucket in buckets_of(engine) if not bucket.singles} & {2, 3}
                 runner = engine.client.loop._executor._runner
                 text = next(
-                    p.describe() for key, p in runner._programs.items() if getattr(key[1], "fresh", "") == "some"
+                    p.describe()
+                    for key, p in runner._programs._programs.items()
+                    if getattr(key[1], "fresh", "") == "some"
                 )
                 assert "fa3 [48, 64] of rows that begin" in text and "of rows that go on" in text
     close_to(*found)
@@ -243,7 +245,7 @@ def test_bans_and_biases_hold_in_a_batch(llama: Path) -> None:
 
 
 def test_more_biases_than_there_is_room_for_make_room(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tradewind.runner.graph_runner.BIASES_EACH", 1)
+    monkeypatch.setattr("tradewind.runner.steering.BIASES_EACH", 1)
     few = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias={11: 100.0})
     many = SamplingParams(
         temperature=0.0, max_tokens=2, ignore_eos=True, logit_bias=dict.fromkeys(range(200), -100.0) | {12: 100.0}
@@ -257,7 +259,8 @@ def test_more_biases_than_there_is_room_for_make_room(llama: Path, monkeypatch: 
 
 def test_a_grammar_holds_beside_free_rows(llama: Path) -> None:
     pytest.importorskip("llguidance")
-    with gpu_engine_of(llama, deterministic=True) as engine:
+    heard = Listener()
+    with gpu_engine_of(llama, deterministic=True, sinks=[heard]) as engine:
         free = answers(engine, requests(engine, prompts(2, **SHORT), GREEDY))
         digits = StructuredOutput(engine.tokenizer).text(StructuredOutput(engine.tokenizer).regex("[0-9]{3}"))
         constrained = [
@@ -268,6 +271,13 @@ def test_a_grammar_holds_beside_free_rows(llama: Path) -> None:
         text = engine.tokenizer.decode(list(found[2]))
     assert found[:2] == free
     assert text.strip()[:3].isdigit(), text
+    steps = [event for event in heard.events if isinstance(event, StepDone)]
+    masked = [event for event in steps if event.grammar_ids]
+    assert masked and {name for event in masked for name in event.grammar_ids} == {constrained[0].id}
+    assert all(sum(event.grammar_parts) == pytest.approx(event.grammar_s) for event in steps)
+    assert all(0 <= event.grammar_s <= event.device_s for event in masked), (
+        "from the end of the body to where the masks were"
+    )
 
 
 def test_cancelled_requests_leave_nothing_behind(llama: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tradewind.assemble import AdapterRoom, Engine, build_planned, make_plan
-from tradewind.config.goals import Goals, Means
+from tradewind.assemble import Engine, build_planned, make_plan
+from tradewind.config.goals import AdapterRoom, Goals, Means
 from tradewind.contract.events import Event, Sink, TokensOut
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.kernels.cpu import library
@@ -119,7 +119,7 @@ def engine_of(
     if backend == "cpu" and (why := library.why_not()):
         pytest.skip(why)
     defaults: dict[str, Any] = {"threads": 2, "kv_format": "f32", "compute": "f32"}
-    goals = Goals(model=str(folder), means=Means(backend=backend, **{**defaults, **means}))  # type: ignore[arg-type]
+    goals = Goals(model=str(folder), adapters=adapters, means=Means(backend=backend, **{**defaults, **means}))  # type: ignore[arg-type]
     planned = make_plan(goals)
     plan = planned.plan
     if pages is not None:
@@ -128,7 +128,7 @@ def engine_of(
         )
     plan = msgspec.structs.replace(plan, schedule=msgspec.structs.replace(plan.schedule, **(schedule or {})))
     planned = type(planned)(path=planned.path, checkpoint=planned.checkpoint, plan=plan)
-    engine = build_planned(planned, sinks=sinks, adapters=adapters)
+    engine = build_planned(planned, sinks=sinks)
     try:
         yield engine
     finally:

@@ -15,10 +15,14 @@ from tradewind.simulate.clock import Clock, VirtualClock
 from tradewind.simulate.scripted import ScriptedExecutor
 
 
+class Chunk(int):
+    """As a window: one that restarts at multiples of its size."""
+
+
 def group(index: int = 0, *, window: int | None = None, page_tokens: int = 4) -> KVGroup:
     return KVGroup(
         index=index,
-        kind="full" if window is None else "window",
+        kind="full" if window is None else "chunk" if isinstance(window, Chunk) else "window",
         layers=(index,),
         kv_heads=1,
         head_dim=8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,22 +32,27 @@ class Cost:
     base_s: float = 0.004
     prefill_s: float = 0.0001
     decode_s: float = 0.0005
+    jitter: float = 0.0
+    """A step takes up to this part more or less, by its number."""
+    seed: int = 0
 
     def __call__(self, step: Step) -> float:
         prompt = int(step.count[(step.count - step.drafts) > 1].sum())
         other = int(step.count.sum()) - prompt
-        return self.base_s + self.prefill_s * prompt + self.decode_s * other
+        off = self.jitter * (zlib.crc32(b"%d %d" % (self.seed, step.number)) / 2**31 - 1)
+        return (self.base_s + self.prefill_s * prompt + self.decode_s * other) * (1 + off)
 
 
 class SlowGrammars:
     """A gate whose compilations take a while of the virtual clock."""
 
-    def __init__(self, clock: VirtualClock, seconds: float) -> None:
+    def __init__(self, clock: VirtualClock, seconds: float | Callable[[str], float]) -> None:
         self._clock, self._seconds = clock, seconds
         self._ready_s: dict[str, float] = {}
 
     def open(self, text: str) -> None:
-        self._ready_s.setdefault(text, self._clock.now() + self._seconds)
+        seconds = self._seconds if isinstance(self._seconds, float) else self._seconds(text)
+        self._ready_s.setdefault(text, self._clock.now() + seconds)
 
     def ready(self, text: str) -> bool:
         return self._clock.now() >= self._ready_s[text]
@@ -65,14 +71,22 @@ class World:
     slots: int = 32
     chunk: int = 256
     cost: Callable[[Step], float] = field(default_factory=Cost)
-    grammar_s: float = 0.0
+    grammar_s: float | Callable[[str], float] = 0.0
+    """What compiling a grammar takes, beside the engine; of each the same, or by its text."""
+    mask_s: Callable[[str], float] | None = None
+    """What a step takes more for the mask of a request that has a grammar and draws a token."""
     write_s: Callable[[str], float] = lambda name: 0.00002
     """What one write to the client of a request takes."""
+    finish: Callable[[str], str] = lambda name: ""
+    """How a request ended, where that is not what the engine says."""
+    body_s: Callable[[str], float] = lambda name: 0.0005
+    """What a client takes to send its request."""
     policy: Any = "arrival"
     max_preemptions: int = 3
     stall: dict[int, float] = field(default_factory=dict)
     drafts: int = 0
     accept: Callable[[str, int], int] | None = None
+    draft_s: float = 0.0
     steps_in_flight: int = 2
 
     def __post_init__(self) -> None:
@@ -101,6 +115,8 @@ class World:
             delay_s=self.cost,
             stall=self.stall,
             accept=self.accept,
+            mask_s=self.mask_s,
+            draft_s=self.draft_s,
         )
         self.made: dict[str, ItemisedReceipt] = {}
         self.book = ReceiptBook(
@@ -161,10 +177,10 @@ class World:
             completion_tokens=events[-1].generated_tokens,
             arrived_s=arrived_s,
             finished_s=free_s,
-            finish=events[-1].finish or "",
+            finish=self.finish(one.id) or events[-1].finish or "",
             sequences=(one.id,),
             times=FrontTimes(
-                received_s=arrived_s - 0.002,
+                received_s=arrived_s - 0.0015 - self.body_s(one.id),
                 read_s=arrived_s - 0.0015,
                 parsed_s=arrived_s - 0.0012,
                 submitted_s=arrived_s,

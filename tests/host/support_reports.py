@@ -18,6 +18,8 @@ class Facts:
     waiting: int = 0
     pages_used: tuple[int, ...] = (0,)
     pages_total: tuple[int, ...] = (100,)
+    degrade: Any = None
+    step_times: Any = None
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,10 @@ def test_a_bad_rate_is_one_sentence(rate: float) -> None:
         (["--duration", "inf"], "--duration is inf"),
         (["--speed", "0", "--trace", "x"], "--speed is 0"),
         (["--shared-prefix", "-3"], "--shared-prefix is -3"),
+        (["--header", "x-class chat"], "is no header; write it as in"),
+        (["--header", "x class: chat"], "is no header; write it as in"),
+        (["--header", "x-class: a\r\nb: c"], "no header can carry"),
+        (["--header", "Authorization: Bearer x"], "a key is given with --api-key"),
     ],
 )
 def test_bad_options_are_one_sentence(words: list[str], says: str) -> None:

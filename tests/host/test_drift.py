@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +15,15 @@ from support_engine import Engine, request
 from tradewind.config.goals import Goals, Means
 from tradewind.config.resolve import resolve
 from tradewind.contract.errors import UserError
+from tradewind.contract.events import Arrived, Event, FinishReason, Scheduled, TokensOut
+from tradewind.observability.attainment import Timed
 from tradewind.observability.drift import BATCH, FEWEST, Arrival, Drift, DriftGuard, DriftListener, Envelope, limit_for
+from tradewind.observability.lives import Lives
 from tradewind.simulate.simulator import SimulateOptions
 from tradewind.simulate.steptime import KNOTS, StepTime, roofline
 from tradewind.simulate.trace_columns import poisson_trace
-from tradewind.tune.propose import Trial, arrivals_of, differences, envelope_of, propose, trace_of
+from tradewind.tune.propose import arrivals_of, differences, envelope_of, propose, trace_of
+from tradewind.tune.trial import Trial
 from tradewind.tune.whatif import simulated
 
 
@@ -153,13 +158,15 @@ def test_the_limit_is_siegmunds() -> None:
 
 
 def test_an_engine_feeds_the_guard() -> None:
-    guard = DriftGuard(Envelope.of(traffic(1000)))
-    listener = DriftListener(guard)
+    ends: list[Timed] = []
+    listener = DriftListener(
+        Envelope.of(traffic(1000)), on_ended=lambda arrived_s, timed, left: ends.append(timed) if not left else None
+    )
     engine = Engine()
     handles = [engine.client.submit(request(str(i), range(10 + i), max_tokens=5)) for i in range(4)]
     for handle in handles:
         handle.result()
-    listener.take_reports(engine.events)
+    Lives([listener]).take_reports(engine.events)
     assert sorted((one.prompt_tokens, one.output_tokens) for one in listener.recent) == [
         (10, 5),
         (11, 5),
@@ -167,6 +174,82 @@ def test_an_engine_feeds_the_guard() -> None:
         (13, 5),
     ]
     assert listener.found is None
+    assert len(ends) == 4 and all(one.ttft_s is not None and one.e2e_s is not None for one in ends)
+    assert all(one.e2e_s >= one.ttft_s >= 0 and not one.failed for one in ends)
+
+
+def told(arrivals: Iterator[Arrival], *, token_s: float = 0.01) -> Iterator[Event]:
+    """What an engine with enough slots tells of these requests, in the order of its clock: they overlap, and end in another order."""
+    ends: list[tuple[float, int, Arrival]] = []
+
+    def ended(until_s: float) -> Iterator[Event]:
+        while ends and ends[0][0] <= until_s:
+            at_s, number, one = heapq.heappop(ends)
+            last = one.output_tokens
+            yield TokensOut(
+                request_id=str(number),
+                at_s=at_s,
+                tokens=(1,),
+                finish="stop",
+                prompt_tokens=one.prompt_tokens,
+                generated_tokens=last,
+            )
+
+    for number, one in enumerate(arrivals):
+        yield from ended(one.at_s)
+        yield Arrived(request_id=str(number), at_s=one.at_s, prompt_tokens=one.prompt_tokens)
+        yield Scheduled(request_id=str(number), at_s=one.at_s, step=0, cached_tokens=one.cached_tokens, waited_s=0.0)
+        heapq.heappush(ends, (one.at_s + token_s * one.output_tokens, number, one))
+    yield from ended(math.inf)
+
+
+@pytest.mark.parametrize("cv", [1.0, 2.0])
+def test_noise_is_no_drift_for_a_server_that_learns_from_its_own_traffic(cv: float) -> None:
+    """The listener's whole path, as `serve` has it: 14 hours at 1 request/s a seed, and what is usual learnt from the first 1000."""
+    for seed in range(4):
+        found: list[Drift] = []
+        learnt: list[Envelope] = []
+        listener = DriftListener(on_drift=found.append, on_learnt=learnt.append)
+        Lives([listener]).take_reports(told(traffic(20_000, per_s=1.0, cv=cv, seed=seed)))
+        assert len(learnt) == 1 and found == [] and listener.learnt == (1000, 1000)
+        assert learnt[0].requests_per_s == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_server_that_learns_notices_a_doubling_and_learns_anew() -> None:
+    for seed in range(3):
+        found: list[Drift] = []
+        learnt: list[Envelope] = []
+        listener = DriftListener(on_drift=found.append, on_learnt=learnt.append)
+        lives = Lives([listener])
+        calm = list(traffic(3000, seed=seed))
+        busy = list(traffic(3000, per_s=8.0, begin_s=calm[-1].at_s, seed=seed + 100))
+        lives.take_reports(told(iter(calm + busy)))
+        assert [one.what for one in found] == ["rate"]
+        assert found[0].at_s - busy[0].at_s < 200
+        assert not learnt[0].near(Envelope.of(busy))
+        since = listener.traffic(busy[-500].at_s)
+        assert len(since) == 500 and since == sorted(since, key=lambda one: one.at_s)
+        listener.relearn(busy[-1].at_s)
+        more = list(traffic(2500, per_s=8.0, begin_s=busy[-1].at_s + 1, seed=seed + 200))
+        lives.take_reports(told(iter(more)))
+        assert len(found) == 1 and len(learnt) == 2 and learnt[1].near(Envelope.of(busy[500:]))
+
+
+def test_who_leaves_counts_for_the_rate_alone() -> None:
+    """A third of the clients leave: what is usual has their requests, but not their lengths."""
+    learnt: list[Envelope] = []
+    listener = DriftListener(on_learnt=learnt.append, learn=500)
+    lives = Lives([listener])
+    for number, one in enumerate(traffic(1200, per_s=4.0, seed=5)):
+        lives.take(Arrived(request_id=str(number), at_s=one.at_s, prompt_tokens=100))
+        finish: FinishReason = "abort" if number % 3 == 0 else "stop"
+        said = 1 if finish == "abort" else 50
+        lives.take(TokensOut(request_id=str(number), at_s=one.at_s, tokens=(), finish=finish, generated_tokens=said))
+    (usual,) = learnt
+    assert usual.requests_per_s == pytest.approx(4.0, rel=0.15)
+    assert math.exp(usual.figures["rate"].mean) == pytest.approx(4.0, rel=0.15)
+    assert math.exp(usual.figures["answer length"].mean) == pytest.approx(50)
+    assert "answers of 50" in usual.described()
 
 
 # ------------------------------------------------------------------------------------------------------- the next plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -184,6 +185,77 @@ def test_service_of_tenants_that_wait_differs_by_a_bounded_amount(
             assert max(totals) - min(totals) <= GENERATED * room, (totals, room)
     ended = [e for e in engine.of(TokensOut) if e.finish is not None]
     assert len(ended) == len(wanted) and all(e.finish == "length" for e in ended), "nobody starves"
+
+
+Coming = list[tuple[int, str, int, int]]
+
+
+@st.composite
+def comings(draw: st.DrawFn) -> Coming:
+    """(turn, tenant, prompt, max_tokens): bursts of tenants that come, are served, go, and come back when they like."""
+    out: Coming = []
+    turn = 0
+    for _ in range(draw(st.integers(4, 12))):
+        tenant = draw(st.sampled_from("xyz"))
+        for _ in range(draw(st.integers(1, 10))):
+            out.append((turn, tenant, draw(st.integers(1, 24)), draw(st.integers(1, 16))))
+        turn += draw(st.sampled_from([0, 1, 3, 15, 60]))
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    wanted=comings(),
+    slots=st.integers(1, 5),
+    pages=st.integers(16, 60),
+    flights=st.sampled_from([1, 2]),
+    weights=st.sampled_from([{}, {"x": 3.0}, {"x": 4.0, "y": 2.0}]),
+)
+def test_over_any_time_in_which_two_tenants_wait_they_are_served_alike(
+    wanted: Coming, slots: int, pages: int, flights: int, weights: dict[str, float]
+) -> None:
+    """Tenants come and go. Between any two moments with both waiting all the time, service / weight differs by
+    2 * GENERATED * M / least weight at most.
+
+    What was saved up by being away, or gained by leaving and coming back, would show here. M: what can run at once, however much waits.
+    """
+    plan = schedule_plan(max_running=slots, max_tokens_per_step=40, policy="fair", steps_in_flight=flights)
+    plan = msgspec.structs.replace(
+        plan, tenant_weights=weights, age_limit_s=0.0
+    )  # nobody is passed because it does not fit
+    engine = Engine(cache=cache_plan(pages=(pages,)), schedule=plan)
+    clock = engine.clock
+    clock.advance(1.0)
+    room = min((pages - 1) * 4, slots * max(prompt + most for _, _, prompt, most in wanted))
+    tenants: dict[str, str] = {}
+    history: list[tuple[set[str], dict[str, float]]] = []
+    due = sorted(enumerate(wanted), key=lambda item: item[1][0])
+    turn = 0
+    while due or engine.loop.busy:
+        while due and due[0][1][0] <= turn:
+            number, (_, tenant, prompt, most) = due.pop(0)
+            tokens = [1000 * number + i for i in range(prompt)]
+            engine.scheduler.add(request(f"r{number}", tokens, max_tokens=most, tenant=tenant), clock.now())
+            tenants[f"r{number}"] = tenant
+        if engine.loop.busy:
+            engine.loop.run_once()
+            engine.scheduler.check()
+        turn += 1
+        started = {e.request_id for e in engine.of(Scheduled) if not e.resumed}
+        waiting = {tenant for name, tenant in tenants.items() if name not in started}
+        history.append(
+            (waiting, {tenant: units / weights.get(tenant, 1.0) for tenant, units in served(engine).items()})
+        )
+    bound = 2 * GENERATED * room / min(weights.get(tenant, 1.0) for tenant in "xyz")
+    for one, other in (("x", "y"), ("x", "z"), ("y", "z")):
+        ahead: list[float] = []
+        for waiting, service in history:
+            if {one, other} <= waiting:
+                ahead.append(service.get(one, 0.0) - service.get(other, 0.0))
+                assert max(ahead) - min(ahead) <= bound, (one, other, ahead, bound)
+            else:
+                ahead = []
+    assert sum(e.finish == "length" for e in engine.of(TokensOut)) == len(wanted), "nobody starves"
 
 
 def test_a_light_tenant_is_served_at_once_while_a_heavy_one_keeps_coming() -> None:

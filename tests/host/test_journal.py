@@ -161,6 +161,7 @@ def conversations(world: World, seed: int) -> list[tuple[float, Any]]:
                 max_tokens=answers[number],
                 cache_salt=salt,
                 tenant=f"u{person}",
+                traffic_class="talk" if person % 2 else "",
             )
 
         out.extend((at_s + 1.2 * number, lambda number=number, turn=turn: turn(number)) for number in range(len(texts)))
@@ -244,6 +245,7 @@ def test_what_is_left_out(journals: tuple[Path, Path, dict[str, tuple[int, float
         assert other.sequences[0].prompt is None and other.sequences[0].output is None and other.params is None
         assert other.receipt is not None and one.receipt is not None and other.receipt.e2e == one.receipt.e2e
     assert len({entry.tenant for entry in redacted.entries}) == 25
+    assert {entry.traffic_class for entry in redacted.entries} == {"", "talk"}, "by which attainment is told"
     assert len({entry.namespace for entry in redacted.entries}) == 2
 
 
@@ -260,6 +262,30 @@ def header(**more: Any) -> Header:
 def write(path: Path, *lines: Any, end: bytes = b"\n") -> Path:
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else msgspec.json.encode(line) for line in lines) + end)
     return path
+
+
+def test_images_are_told_apart_by_what_they_show(tmp_path: Path) -> None:
+    """All tokens of images are the same mark: prompts agree in the journal up to where their images differ, as they do in the cache."""
+    world = World()
+    recorded = Recorded(tmp_path, world)
+    text, mark = [*range(1, PAGE + 1)], [9] * 2 * PAGE
+
+    def shows(name: str, image: str) -> Request:
+        one = request(name, [*text, *mark, 7], max_tokens=2)
+        return msgspec.structs.replace(one, image_keys=((PAGE, 2 * PAGE, image),))
+
+    shown = {"a": "sea", "b": "sea", "c": "sun"}
+    arrivals = [(0.2 * place, lambda name=name: shows(name, shown[name])) for place, name in enumerate(shown)]
+    talk(world, recorded, [*arrivals, (1.0, lambda: request("d", [*text, *mark, 7], max_tokens=2))])
+    recorded.close()
+    raw, redacted = (read_journal(tmp_path / name).entries for name in ("raw", "redacted"))
+    a, b, c, d = (entry.sequences[0].blocks for entry in redacted)
+    assert a == b and len(a) == 3
+    assert a[0] == c[0] == d[0] and len({a[1], c[1], d[1]}) == 3 and len({a[2], c[2], d[2]}) == 3
+    assert [entry.sequences[0].blocks for entry in raw] == [a, b, c, d]
+    assert [entry.sequences[0].prompt is None for entry in raw] == [True, True, True, False], (
+        "it could not be sent again"
+    )
 
 
 def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from tests.host.support_engine import Engine, cache_plan, request, schedule_plan
+from tests.host.support_engine import Chunk, Engine, cache_plan, request, schedule_plan
 from tradewind.cache.lease import KVCache
 from tradewind.contract.errors import UserError
 from tradewind.contract.events import Scheduled, TokensOut
@@ -18,7 +18,7 @@ from tradewind.engine.limits import check_fits
 from tradewind.simulate import made_up
 from tradewind.simulate.scripted import expected_tokens
 
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (None, 9, 3)]
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None, 6), (5,), (None, 9, 3), (None, Chunk(7)), (Chunk(4),)]
 
 
 @st.composite

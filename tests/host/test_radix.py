@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.host.support_engine import group
+from tests.host.support_engine import Chunk, group
 from tradewind.cache.lease import KVCache, PageLease, chunk_keys
 from tradewind.cache.radix import Node
-from tradewind.cache.rules import FullRule, WindowRule, rule_for
+from tradewind.cache.rules import ChunkRule, FullRule, WindowRule, rule_for
 from tradewind.contract.errors import UserError
 from tradewind.contract.kv import KVGroup
 
@@ -69,6 +69,8 @@ def brute_force(cache: KVCache, space: tuple[str, str], keys: list[bytes], limit
         fits = True
         for index, record in enumerate(cache.groups):
             first = 0 if record.window is None else max(0, following - record.window + 1)
+            if record.kind == "chunk" and record.window is not None:
+                first = following // record.window * record.window
             needed = {position // P for position in range(first, following)}
             fits &= all(chunks[page] is not None and chunks[page][index] != 0 for page in needed)  # type: ignore[index]
         if fits:
@@ -185,14 +187,34 @@ def test_rules() -> None:
     assert window.drops_at(1) == 9 and window.drops_at(2) == 13
     assert window.reusable([0, 2, 3], 3) == 3 and window.reusable([1, 0, 3], 3) == 1 and window.reusable([0, 0], 2) == 0
     assert window.peak_pages(1000, burst_tokens=8) == 5 and window.peak_pages(7, burst_tokens=8) == 2
+    chunk = rule_for(group(window=Chunk(6)))
+    assert isinstance(chunk, ChunkRule)
+    assert [chunk.droppable(n) for n in (0, 5, 6, 8, 11, 12, 17, 18)] == [0, 0, 1, 1, 1, 3, 3, 4]
+    assert [chunk.drops_at(n) for n in (0, 1, 2, 3, 4)] == [0, 6, 12, 12, 18]
+    assert chunk.reusable([0, 0, 0], 3) == 3, "a prefix that ends with its chunk needs no page"
+    assert chunk.reusable([0, 2], 2) == 2 and chunk.reusable([1, 0], 2) == 1 and chunk.reusable([0, 0], 2) == 0
+    assert chunk.peak_pages(1000, burst_tokens=8) == 5 and chunk.peak_pages(7, burst_tokens=8) == 2
     state = KVGroup(index=0, kind="state", layers=(0, 1), kv_heads=1, head_dim=8, page_tokens=4, format="f32")
     with pytest.raises(UserError, match="state"):
         rule_for(state)
 
 
+@given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 200), st.integers(1, 12), st.booleans())
+def test_rules_keep_what_is_read_and_no_more(page: int, window: int, position: int, burst: int, restarts: bool) -> None:
+    """By the definition, for both kinds of windows; `drops_at` and `droppable` say the same."""
+    rule = rule_for(group(window=Chunk(window) if restarts else window, page_tokens=page))
+    reads = [position // window * window if restarts else max(0, position - window + 1)]
+    reads += [p // window * window if restarts else max(0, p - window + 1) for p in range(position, position + window)]
+    assert rule.droppable(position) == min(reads) // page
+    for pages in range(1, 20):
+        assert (rule.droppable(position) >= pages) == (position >= rule.drops_at(pages))
+    held = -(-(position + burst) // page) - rule.droppable(position)
+    assert held <= rule.peak_pages(position + burst, burst_tokens=burst)
+
+
 @st.composite
 def traces(draw: st.DrawFn) -> tuple[tuple[int | None, ...], list[tuple[Any, ...]]]:
-    windows = draw(st.sampled_from([(None,), (3,), (None, 3), (None, 5, 2)]))
+    windows = draw(st.sampled_from([(None,), (3,), (None, 3), (None, 5, 2), (Chunk(6),), (None, Chunk(5))]))
     texts = st.text(alphabet="ab", min_size=1, max_size=7)
     spaces = st.sampled_from([("", ""), ("", ""), ("s", "")])
     step = st.one_of(

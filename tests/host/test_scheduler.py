@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.host.support_engine import Engine, cache_plan, request, schedule_plan
+from tests.host.support_engine import Chunk, Engine, cache_plan, request, schedule_plan
 from tradewind.contract.errors import LimitError, RequestError
 from tradewind.contract.events import Delayed, Preempted, Scheduled, StepDone, TokensOut
 from tradewind.contract.request import Request, SamplingParams
@@ -474,9 +474,10 @@ def test_preemptions_are_bounded_and_everybody_ends_with_the_same_text(most: int
     assert not engine.of(Preempted, "r0"), "the first to come is never the victim of later ones"
 
 
-def test_window_pages_are_really_freed_so_that_a_small_pool_serves_a_long_text() -> None:
+@pytest.mark.parametrize("window", [8, Chunk(8)])
+def test_window_pages_are_really_freed_so_that_a_small_pool_serves_a_long_text(window: int) -> None:
     engine = Engine(
-        cache=cache_plan(pages=(130, 14), windows=(None, 8)),
+        cache=cache_plan(pages=(130, 14), windows=(None, window)),
         schedule=schedule_plan(max_tokens_per_step=16, max_context=512),
     )
     wanted = request("a", prompt(300), max_tokens=150)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,92 @@ def test_with_the_logged_times_it_decides_as_the_cpu_engine_did(tmp_path: Path, 
     assert len(again) == len(steps) > 20
     assert all(same_columns(one, other) for one, other in zip(steps, again, strict=True))
     assert all(record.device_s > 0 for record in log.steps)
+
+
+# ------------------------------------------------------------------------------------------------- what it has not seen
+
+
+def device_law(features: Features) -> float:
+    """Steps as a device might take them, which no coefficient of the model says alone: flat, a bend, then steep; and attention."""
+    tokens = features.tokens
+    curve_s = 0.003 + 1.5e-4 * tokens + 1.2e-4 * max(0, tokens - 24)
+    return curve_s + 2e-6 * features.decode_context + 1e-6 * features.prefill_context + 1e-4 * features.logit_rows
+
+
+def noisy_run(trace: Trace, *, schedule: SchedulePlan, cache: CachePlan, seed: int) -> StepLog:
+    """The trace on an engine whose device scatters by 8 %, and stalls for three times as long in one step of a hundred. Virtual clock."""
+    draw = np.random.default_rng(seed)
+    clock = VirtualClock(1.0)
+    log = StepLog(groups=cache.groups, slots=schedule.max_running, steps_in_flight=1)
+    reader = FeatureReader(groups=cache.groups, slots=schedule.max_running)
+    took: dict[int, float] = {}
+
+    class Scattering(ScriptedExecutor):
+        def submit(self, step: Step) -> None:
+            stall = 3.0 if draw.random() < 0.01 else 1.0
+            took[step.number] = device_law(reader.read(step)) * stall * float(np.exp(draw.normal(0, 0.08)))
+            super().submit(step)
+
+        def collect(self) -> StepResult:
+            result = super().collect()
+            return msgspec.structs.replace(result, device_s=took[result.number])
+
+    device = Scattering(
+        groups=cache.groups,
+        pages=cache.pages,
+        max_running=schedule.max_running,
+        clock=clock,
+        delay_s=lambda step: took[step.number],
+        script={str(i): [trace.filler(i)] * 80 for i in range(len(trace))},
+    )
+    loop = EngineLoop(
+        scheduler=Scheduler(schedule=schedule, cache=cache, clock=clock.now),
+        executor=log.watching(device),
+        clock=clock.now,
+        sinks=(log,),
+    )
+    begin_s, arrival_s = clock.now(), trace.arrival_s.tolist()
+    due = list(range(len(trace)))
+    sampling = SamplingParams(temperature=0.0)
+    while due or loop.busy:
+        if not loop.busy:
+            clock.advance(max(0.0, begin_s + arrival_s[due[0]] - clock.now()))
+        while due and begin_s + arrival_s[due[0]] <= clock.now():
+            made = request_of(trace, due.pop(0), sampling=sampling)
+            tokens = tuple(np.asarray(made.tokens).tolist())
+            loop.post(Add(msgspec.structs.replace(made, tokens=tokens, arrived_s=begin_s + made.arrived_s)))
+        loop.run_once()
+    return log
+
+
+def test_a_held_out_trace_is_foretold_within_a_tenth() -> None:
+    """Fitted to a sweep of rates, told of traffic with other lengths and common prefixes: p50 and p99 of TTFT and TPOT."""
+    schedule = schedule_plan(steps_in_flight=1, max_tokens_per_step=64)
+    cache = cache_plan(pages=(600,), windows=(None,))
+    plans: dict[str, Any] = {"schedule": schedule, "cache": cache}
+    sweep = chat(500, per_s=1.0, seed=1)
+    sweep = replace(sweep, arrival_s=np.cumsum(1 / np.linspace(3.0, 40.0, 500)))
+    log = noisy_run(sweep, seed=2, **plans)
+    model = fit(log.steps, prior=flat_prior(), host=NO_HOST)
+    assert model.error_median is not None and model.error_median < 0.08
+    assert len(model.prompt_ratios) > 2, "steps with prompts have a scatter of their own"
+
+    held_out = chat(500, per_s=14.0, seed=3, prompt=(16, 0.9), output=(16, 0.6), prefixes=6, prefix_blocks=2)
+    # What 500 requests meet of stalls is chance, so the engine runs three times.
+    logs = [noisy_run(held_out, seed=seed, **plans) for seed in (4, 5, 6)]
+    real = [record for log in logs for record in log.requests]
+    assert len(real) == 3 * len(held_out)
+    measured = {
+        "ttft": np.array([one.first_token_s - one.arrived_s for one in real]),
+        "tpot": np.array(
+            [(one.finished_s - one.first_token_s) / (one.output_tokens - 1) for one in real if one.output_tokens > 1]
+        ),
+    }
+    told = [simulate(held_out, times=model, options=SimulateOptions(seed=seed), **plans) for seed in range(4)]
+    for name, truth in measured.items():
+        for quantile in (0.5, 0.99):
+            simulated = float(np.mean([np.nanquantile(getattr(one, f"{name}_s"), quantile) for one in told]))
+            assert simulated == pytest.approx(float(np.quantile(truth, quantile)), rel=0.1), (name, quantile)
 
 
 # ----------------------------------------------------------------------------------------------------------- the step log
@@ -654,6 +741,21 @@ def test_prefix_aware_routing_finds_more_and_stays_within_its_bound() -> None:
     assert aware.ttft_s.p50 < around.ttft_s.p50
     assert aware.load_spread < 2.0
     assert all(report.finished == len(trace) for report in (aware, around, least))
+
+
+def test_a_fleet_of_hundreds_is_one_simulation() -> None:
+    """More engines than requests at a time: each one's clock is its own, prefixes stay together, and idle ones cost nothing."""
+    trace = chat(600, per_s=1200.0, prompt=(8, 0.3), prefixes=60, prefix_blocks=8)
+    plans: dict[str, Any] = {"schedule": schedule_plan(), "cache": cache_plan(pages=(160,)), "times": times(0.004)}
+
+    def run(router: str) -> SimulationReport:
+        return summarise(simulate(trace, options=SimulateOptions(replicas=256, router=router), **plans))
+
+    aware, least = run("prefix_aware"), run("least_load")
+    assert aware.finished == least.finished == len(trace)
+    assert aware.cache_hit_rate > 1.5 * least.cache_hit_rate
+    again = msgspec.structs.replace(run("prefix_aware"), simulated_requests_per_s=aware.simulated_requests_per_s)
+    assert again == aware, "same arguments, same fleet"
 
 
 def test_least_load_beats_a_round_where_lengths_differ_much() -> None:

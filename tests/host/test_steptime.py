@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import LLAMA_8B, SMOLLM2, machine
-from support_engine import group
+from support_engine import Chunk, group
 
 from tradewind.config.goals import Goals
 from tradewind.config.plan import Plan
@@ -157,7 +157,7 @@ def test_an_empty_step_has_no_features() -> None:
 
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=6),
-    st.sampled_from([None, 1, 7, 24]),
+    st.sampled_from([None, 1, 7, 24, Chunk(1), Chunk(7), Chunk(24)]),
 )
 @settings(max_examples=60, deadline=None)
 def test_contexts_agree_with_counting(rows: list[tuple[int, int]], window: int | None) -> None:
@@ -165,7 +165,9 @@ def test_contexts_agree_with_counting(rows: list[tuple[int, int]], window: int |
     got = FeatureReader(groups=groups, slots=8).read(step([(start, count, 0, Wants.LAST) for start, count in rows]))
 
     def seen(position: int) -> float:
-        return (position + 1 + (position + 1 if window is None else min(position + 1, window))) / 2
+        if window is None:
+            return position + 1
+        return (position + 1 + (position % window + 1 if isinstance(window, Chunk) else min(position + 1, window))) / 2
 
     decode = sum(seen(start) for start, count in rows if count == 1)
     pairs = sum(seen(start + i) for start, count in rows if count > 1 for i in range(count))

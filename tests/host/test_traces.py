@@ -88,6 +88,9 @@ def test_a_request_carries_its_receipt(reported: int) -> None:
     parts = {name: value for name, value in about.items() if name.startswith("tradewind.part.")}
     assert about["tradewind.e2e_ms"] == pytest.approx(1200.0)
     assert sum(parts.values()) == pytest.approx(1200.0, abs=0.02)
+    first = [value for name, value in about.items() if name.startswith("tradewind.ttft_part.")]
+    assert bool(first) == ("tradewind.ttft_ms" in about) == ("tradewind.ttft_binding.cause" in about)
+    assert sum(first) == pytest.approx(about.get("tradewind.ttft_ms", 0.0), abs=0.02)
     assert (
         parts["tradewind.part.queue_step_ms"] == pytest.approx(500.0) and about["tradewind.binding.cause"] == "engine"
     )

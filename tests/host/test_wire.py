@@ -27,9 +27,11 @@ from tradewind.engine.wire import (
     ANSWERS,
     MAX_MESSAGE_BYTES,
     ORDERS,
+    AdapterChecked,
     Answer,
     Batch,
     BrokenLink,
+    CheckAdapter,
     Describe,
     Described,
     Drain,
@@ -89,6 +91,7 @@ ORDER: st.SearchStrategy[Any] = st.one_of(
     st.builds(Cancel, NAMES),
     st.builds(Finish, NAMES, st.sampled_from(["stop", "abort"])),
     st.builds(Fault, NAMES, SECONDS),
+    st.builds(CheckAdapter, NAMES),
     st.sampled_from([Forget(), Describe(), Drain(), Stop()]),
     st.builds(
         Start, goals=st.builds(Goals, model=NAMES, means=st.just(Means(threads=2))), script=st.none() | st.binary()
@@ -176,10 +179,13 @@ def test_the_engines_other_words() -> None:
         Located(path="somewhere"),
         Ready(schedule=schedule_plan(), cache=cache_plan(), phases=(("a", 0.5),), notices=("b",)),
         Described("text"),
+        AdapterChecked("folder@version"),
+        AdapterChecked("folder@version", "it was made for another model"),
         Fatal(why="no", exit_code=2, by_user=True),
         StepDone(
             number=1, at_s=1.0, rows=2, tokens=3, prompt_tokens=4, decide_s=0.0, absorb_s=0.0, device_s=0.5,
-            running=1, waiting=0, pages_used=(1,), pages_total=(2,),
+            running=1, waiting=0, pages_used=(1,), pages_total=(2,), grammar_s=0.25, grammar_ids=("a", "b"), grammar_parts=(0.2, 0.05),
+            draft_s=0.125,
         ),
     ]  # fmt: skip
     with links() as (front, engine):

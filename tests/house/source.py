@@ -18,11 +18,16 @@ HOST_WING = ("cache", "config", "contract", "engine", "observability", "serving"
 TORCH_MODULES = (
     "tradewind.kernels.plain",
     "tradewind.kernels.reference",
+    "tradewind.kernels.reference_axes",
     "tradewind.kernels.reference_lora",
     "tradewind.kernels.reference_mla",
     "tradewind.kernels.reference_moe",
     "tradewind.kernels.triton",
+    "tradewind.runner.flight",
     "tradewind.runner.graph_runner",
+    "tradewind.runner.preparing",
+    "tradewind.runner.programs",
+    "tradewind.runner.steering",
 )
 """Modules and packages that import torch when they are imported; nothing on the CPU path may import one of them."""
 

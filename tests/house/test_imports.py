@@ -14,7 +14,7 @@ from tests.house.source import HOST_WING, ROOT, imports_torch, modules
 
 LINT_PROGRAM = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
 LINT = [sys.executable, "-c", LINT_PROGRAM, "--no-cache"]
-FACES = {"__main__", "assemble", "cli", "engine_process", "llm", "serve"} | {
+FACES = {"__main__", "assemble", "cli", "engine_process", "llm", "serve", "serve_drift"} | {
     path.stem for path in (ROOT / "src" / "tradewind").glob("cli_*.py")
 }
 """Top-level modules that know everybody; a cli_ module is one command."""

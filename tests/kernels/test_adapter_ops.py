@@ -13,35 +13,41 @@ from tradewind.kernels import reference, reference_lora
 from tradewind.kernels.plain import PlainOps
 from tradewind.kernels.table import OPS
 
-SLOTS, RANK, K, N = 5, 20, 40, 610
-START, WIDTH = 16, 640
+SLOTS, RANK, K = 5, 20, 40
+SIZES = (610, 16, 33)
+"""Outputs of three matrices that are multiplied together."""
+WIDTH = sum(SIZES)
+Changes = list[list[tuple[Any, Any]]]
 
 
-def adapters_of(rng: np.random.Generator) -> list[tuple[Any, Any]]:
-    """A and B of each slot, of different ranks; one is of the largest."""
-    ranks = [1, 8, RANK, 16, 3]
-    return [(floats(rng, r, K), floats(rng, N, r)) for r in ranks]
+def adapters_of(rng: np.random.Generator) -> Changes:
+    """A and B of each slot's parts, of different ranks; one is of the largest, and some change nothing."""
+    ranks = [(1, 8, 0), (8, 0, 3), (RANK, RANK, RANK), (0, 0, 0), (3, 16, 17)]
+    return [[(floats(rng, r, K), floats(rng, n, r)) for r, n in zip(each, SIZES, strict=True)] for each in ranks]
 
 
-def filled(ops: Any, adapters: list[tuple[Any, Any]]) -> Any:
-    bank = ops.low_rank_bank(slots=SLOTS, rank=RANK, n=N, k=K)
-    for slot, (a, b) in enumerate(adapters):
-        ops.set_low_rank(
-            bank, slot, floats(np.random.default_rng(0), RANK, K), floats(np.random.default_rng(1), N, RANK)
-        )
-        ops.set_low_rank(bank, slot, a, b)  # nothing of who was here before is left
+def filled(ops: Any, adapters: Changes, *, exact: bool = True) -> Any:
+    bank = ops.low_rank_bank(slots=SLOTS, rank=RANK, sizes=SIZES, k=K, exact=exact)
+    for slot, parts in enumerate(adapters):
+        for part, (a, b) in enumerate(parts):
+            before = np.random.default_rng(0)
+            ops.set_low_rank(bank, slot, part, floats(before, RANK, K), floats(before, SIZES[part], RANK))
+            ops.set_low_rank(bank, slot, part, a, b)  # nothing of who was here before is left
     return bank
 
 
-def wanted(x: Any, out: Any, adapters: list[tuple[Any, Any]], ids: Any) -> Any:
-    a, b = np.zeros((SLOTS, RANK, K), np.float64), np.zeros((SLOTS, N, RANK), np.float64)
-    for slot, (each_a, each_b) in enumerate(adapters):
-        a[slot, : len(each_a)], b[slot, :, : len(each_a)] = each_a, each_b
+def wanted(x: Any, out: Any, adapters: Changes, ids: Any) -> Any:
+    a, b = np.zeros((SLOTS, len(SIZES), RANK, K)), np.zeros((SLOTS, WIDTH, RANK))
+    starts = np.cumsum([0, *SIZES])
+    for slot, parts in enumerate(adapters):
+        for part, (each_a, each_b) in enumerate(parts):
+            a[slot, part, : len(each_a)] = each_a
+            b[slot, starts[part] : starts[part + 1], : len(each_a)] = each_b
     given = (torch.from_numpy(each) for each in (x.astype(np.float64), a, b, ids, out.astype(np.float64)))
-    return reference_lora.add_low_rank(*given, start=START).numpy()
+    return reference_lora.add_low_rank(*given, sizes=SIZES).numpy()
 
 
-def case(rows: int, seed: int = 0) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
+def case(rows: int, seed: int = 0) -> tuple[Any, Any, Any, Changes]:
     """x, out, the adapter of each row (some without), adapters."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, SLOTS, rows).astype(np.int32)
@@ -54,8 +60,8 @@ def test_reference_by_hand() -> None:
     for row, adapter in enumerate(ids):
         by_hand = out[row].astype(np.float64)
         if adapter >= 0:
-            a, b = adapters[adapter]
-            by_hand[START : START + N] += b.astype(np.float64) @ (a.astype(np.float64) @ x[row])
+            added = [b.astype(np.float64) @ (a.astype(np.float64) @ x[row]) for a, b in adapters[adapter]]
+            by_hand += np.concatenate(added)
         assert error(got[row], by_hand) < 1e-14
 
 
@@ -68,7 +74,7 @@ def test_add_low_rank(rows: int, isa: int | None) -> None:
 
     def check(ops: Any) -> None:
         got = out.copy()
-        ops.add_low_rank(x, filled(ops, adapters), ids, start=START, out=got, count=count(live))
+        ops.add_low_rank(x, filled(ops, adapters), ids, out=got, count=count(live))
         assert error(got[:live], wanted(x, out, adapters, ids)[:live]) < OPS["add_low_rank"].tolerance / 10
         assert np.array_equal(got[live:], out[live:])
         assert np.array_equal(got[:live][ids[:live] < 0], out[:live][ids[:live] < 0]), "rows without an adapter"
@@ -80,14 +86,31 @@ def test_add_low_rank(rows: int, isa: int | None) -> None:
             check(ops)
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_bank_in_bfloat16(isa: int) -> None:
+    """Matrices that are exact in bfloat16 lose nothing; half the bytes."""
+    x, out, ids, adapters = case(50, seed=4)
+    rounded = [
+        [tuple(torch.from_numpy(each).bfloat16().float().numpy() for each in pair) for pair in parts]
+        for parts in adapters
+    ]
+    with cpu_ops(isa=isa) as ops:
+        exact, half = filled(ops, rounded), filled(ops, adapters, exact=False)  # type: ignore[arg-type]
+        assert half.nbytes * 2 == exact.nbytes
+        got = [out.copy(), out.copy()]
+        for bank, each in zip((exact, half), got, strict=True):
+            ops.add_low_rank(x, bank, ids, out=each, count=count(50))
+        assert np.array_equal(*got)
+
+
 def test_a_row_is_the_same_in_any_company() -> None:
     x, out, ids, adapters = case(80, seed=1)
     with cpu_ops(threads=3) as ops:
         bank, together = filled(ops, adapters), out.copy()
-        ops.add_low_rank(x, bank, ids, start=START, out=together, count=count(80))
+        ops.add_low_rank(x, bank, ids, out=together, count=count(80))
         for row in range(80):
             alone = out[row : row + 1].copy()
-            ops.add_low_rank(x[row : row + 1], bank, ids[row : row + 1], start=START, out=alone, count=count(1))
+            ops.add_low_rank(x[row : row + 1], bank, ids[row : row + 1], out=alone, count=count(1))
             assert np.array_equal(alone[0], together[row])
 
 
@@ -96,13 +119,14 @@ def test_adapters_follow_the_step_in_a_recording() -> None:
     x, out, ids, adapters = case(12, seed=2)
     with cpu_ops() as ops:
         mine, live, got = ops.constant(ids), count(12), ops.constant(out)
-        bank = ops.low_rank_bank(slots=SLOTS, rank=RANK, n=N, k=K)
+        bank = ops.low_rank_bank(slots=SLOTS, rank=RANK, sizes=SIZES, k=K, exact=True)
         with ops.record() as tape:
-            ops.add_low_rank(x, bank, mine, start=START, out=got, count=live)
+            ops.add_low_rank(x, bank, mine, out=got, count=live)
         tape.run()
         assert np.array_equal(got, out), "an empty bank adds nothing"
-        for slot, (a, b) in enumerate(adapters):
-            ops.set_low_rank(bank, slot, a, b)
+        for slot, parts in enumerate(adapters):
+            for part, (a, b) in enumerate(parts):
+                ops.set_low_rank(bank, slot, part, a, b)
         mine[:] = ids[::-1]
         tape.run()
         assert error(got, wanted(x, out, adapters, ids[::-1].copy())) < 1e-6

@@ -89,7 +89,13 @@ def make(
 
 
 def oracle(
-    case: Case, *, scale: float, window: int | None = None, softcap: float | None = None, sinks: Any = None
+    case: Case,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunked: bool = False,
+    softcap: float | None = None,
+    sinks: Any = None,
 ) -> Any:
     out = np.zeros(case.q.shape)
     dim, group = case.kv.head_dim, case.heads // case.kv.kv_heads
@@ -97,7 +103,7 @@ def oracle(
         begin, end = case.rows.query_start[row : row + 2]
         for token in range(begin, end):
             position = length - (end - begin) + token - begin
-            first = 0 if window is None else max(0, position - window + 1)
+            first = first_seen(position, window, chunked=chunked)
             for head in range(case.heads):
                 q = case.q[token, head * dim : (head + 1) * dim].astype(np.float64)
                 s = case.keys[row][first : position + 1, head // group] @ q * scale
@@ -110,6 +116,12 @@ def oracle(
                     p @ case.values[row][first : position + 1, head // group] / total
                 )
     return out
+
+
+def first_seen(position: int, window: int | None, *, chunked: bool) -> int:
+    if window is None:
+        return 0
+    return position // window * window if chunked else max(0, position - window + 1)
 
 
 def run(ops: CpuOps, case: Case, **options: Any) -> Any:
@@ -184,6 +196,48 @@ def test_window_softcap_sinks(isa: int) -> None:
                         case.kv.k[0] = np.nan
                         case.kv.v[0] = np.nan
                     assert error(run(ops, case, **options), expected) < 2e-6, (window, softcap)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_windows_that_restart(isa: int, threads: int) -> None:
+    """Chunks that end within a page, a part of 256 keys, a tile of queries, or never; the pages of older chunks are gone."""
+    rng = np.random.default_rng(11)
+    sinks = floats(rng, 6)
+    shapes = [(1, 1), (3, 300), (1, 530), (40, 60), (1, 257), (100, 512), (1, 512), (1, 513)]
+    with cpu_ops(threads=threads, isa=isa) as ops:
+        for window in (1, 5, 16, 24, 100, 256, 257, 1000):
+            for given in (None, sinks):
+                case = make(ops, rng, shapes, heads=6, kv_heads=2, dim=32, format="f16")
+                options: dict[str, Any] = {"scale": 0.4, "window": window, "chunked": True, "sinks": given}
+                expected = oracle(case, **options)
+                for row, length in enumerate(case.rows.lengths):
+                    new = case.rows.query_start[row + 1] - case.rows.query_start[row]
+                    case.rows.page_table[row, : first_seen(int(length - new), window, chunked=True) // 16] = 0
+                case.kv.k[0] = np.nan
+                case.kv.v[0] = np.nan
+                assert error(run(ops, case, **options), expected) < 2e-6, window
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_restarting_windows_agree_bit_for_bit(isa: int) -> None:
+    """Token by token, in pieces or all at once."""
+    length, window = 300, 70
+    with cpu_ops(threads=2, isa=isa) as ops:
+        case = make(ops, np.random.default_rng(12), [(length, length)], heads=6, kv_heads=2, dim=32)
+        whole = run(ops, case, window=window, chunked=True)
+        for piece in (1, 7, 64):
+            for begin in range(0, length, piece):
+                end = min(length, begin + piece)
+                rows = PagedRows(
+                    query_start=np.array([0, end - begin], np.int32),
+                    lengths=np.array([end], np.int32),
+                    page_table=case.rows.page_table[:1].copy(),
+                    rows=count(1),
+                )
+                part = Case(case.heads, case.kv, rows, case.q[begin:end].copy(), [], [])
+                got = run(ops, part, window=window, chunked=True)
+                assert got.tobytes() == whole[begin:end].tobytes(), (piece, begin)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -108,9 +108,9 @@ def built(card: ModelCard, **means: Any) -> Iterator[tuple[Any, dict[str, int]]]
     longest = plan.schedule.max_context
     for tokens, rows, singles in ((2048, 64, False), (64, 64, True), (16, 16, True), (1, 1, True)):
         bucket = Bucket(tokens=tokens, rows=rows, singles=singles, longest=longest)
-        runner._program(("body", bucket), runner._body_tape, bucket)
+        runner._programs.program("body", bucket)
     head = Bucket(tokens=64, rows=64, singles=True, longest=1)
-    runner._program(("head", 64), runner._head_tape, head)
+    runner._programs.program("head", head)
     rest = {place: size for place, size in new().items() if place not in weights and place not in pages}
     try:
         yield plan, {"weights": sum(weights.values()), "pages": sum(pages.values()), "rest": sum(rest.values())}

@@ -73,24 +73,27 @@ def routings(tokens: int, *, experts: int = EXPERTS, chosen: int = CHOSEN) -> di
 
 def run(
     ops: Any, w: Weights, packed: tuple[PackedExperts, PackedExperts], x: Any, ids: Any, weights: Any, *, live: int | None = None,
-    activation: Any = "silu", biased: bool = False,
+    activation: Any = "silu", biased: bool = False, weigh_input: bool = False,
 ) -> Any:  # fmt: skip
     out = np.full_like(x, -77)
     ops.experts(
         x, ids, weights, *packed, activation=activation,
         gate_up_bias=w.gate_up_bias if biased else None, down_bias=w.down_bias if biased else None,
-        out=out, count=count(len(x) if live is None else live),
+        out=out, count=count(len(x) if live is None else live), weigh_input=weigh_input,
     )  # fmt: skip
     return out
 
 
-def wanted(w: Weights, x: Any, ids: Any, weights: Any, *, activation: str = "silu", biased: bool = False) -> Any:
+def wanted(
+    w: Weights, x: Any, ids: Any, weights: Any, *, activation: str = "silu", biased: bool = False, weigh_input: bool = False
+) -> Any:  # fmt: skip
     t = torch.from_numpy
     return reference_moe.experts(
         t(x).double(), t(ids), t(weights).double(), t(w.gate).double(), t(w.up).double(), t(w.down).double(),
         activation=activation,
         gate_up_bias=t(w.gate_up_bias).double() if biased else None,
         down_bias=t(w.down_bias).double() if biased else None,
+        weigh_input=weigh_input,
     )  # fmt: skip
 
 
@@ -129,6 +132,19 @@ def test_reference_by_hand() -> None:
         assert error(wanted(w, x, ids, weights, biased=True), total) < 1e-12, name
 
 
+def test_weighed_input_by_hand() -> None:
+    w, (x, weights) = made(), inputs(9)
+    ids = routings(9)["random"]
+    total = np.zeros((9, HIDDEN))
+    for t in range(9):
+        for k in range(CHOSEN):
+            e, given = ids[t, k], weights[t, k].astype(np.float64) * x[t]
+            gate = w.gate[e] @ given + w.gate_up_bias[e, :INNER]
+            up = w.up[e] @ given + w.gate_up_bias[e, INNER:]
+            total[t] += w.down[e].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up) + w.down_bias[e]
+    assert error(wanted(w, x, ids, weights, biased=True, weigh_input=True), total) < 1e-12
+
+
 # ----------------------------------------------------------------------------------------------------------- against the reference
 
 
@@ -154,6 +170,20 @@ def test_cpp_matches(isa: int, tokens: int) -> None:
                 got = run(ops, w, packed, x, ids, weights, activation=activation, biased=biased)
                 truth = wanted(w, x, ids, weights, activation=activation, biased=biased)
                 assert error(got, truth) < OPS["experts"].tolerance, (name, threads)
+
+
+@pytest.mark.parametrize("isa", [*range(len(ISAS)), "plain"], ids=[*ISAS, "plain"])
+def test_weighed_input(isa: int | str) -> None:
+    for tokens in (1, 5, 33):
+        w, (x, weights) = made(), inputs(tokens)
+        for threads, biased in ((1, False), (3, True)):
+            ops: Any = PlainOps() if isa == "plain" else CpuOps(open_library(), threads=threads, isa=int(isa))
+            packed = w.packed(ops, "f32")
+            for name, ids in routings(tokens).items():
+                got = run(ops, w, packed, x, ids, weights, biased=biased, weigh_input=True)
+                truth = wanted(w, x, ids, weights, biased=biased, weigh_input=True)
+                assert error(got, truth) < OPS["experts"].tolerance, (name, threads)
+            getattr(ops, "close", lambda: None)()
 
 
 @pytest.mark.parametrize("isa", range(len(ISAS)), ids=ISAS)

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tradewind.kernels import reference
-from tradewind.kernels.ops import AdapterOps, ExpertOps, LatentOps, Ops
+from tradewind.kernels.ops import AdapterOps, AxesOps, ExpertOps, LatentOps, Ops
 from tradewind.kernels.table import OPS, reference_of
 
 NO_COMPUTE = {"constant", "empty", "host", "kv_layer", "latent_layer", "low_rank_bank", "row_table", "set_low_rank"}
 """Methods that only make or fill memory; those named pack_* are the other ones."""
-PROTOCOLS = (Ops, ExpertOps, LatentOps, AdapterOps)
+PROTOCOLS = (Ops, ExpertOps, LatentOps, AdapterOps, AxesOps)
 
 
 # --------------------------------------------------------------------------------------------------------- the op table
@@ -132,18 +132,21 @@ def paged_case(lengths: list[int], counts: list[int]) -> tuple[torch.Tensor, ...
     return q, k, v, start, torch.tensor(lengths, dtype=torch.int32), table
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
-def test_attention_is_torchs_on_gathered_keys(window: int | None) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 8, 100])
+def test_attention_is_torchs_on_gathered_keys(window: int | None, chunked: bool) -> None:
+    chunked &= window is not None
     lengths, counts = [1, 20, 33, 16], [1, 20, 1, 7]
     q, k, v, start, length, table = paged_case(lengths, counts)
-    out = reference.attention(q, k, v, start, length, table, heads=HEADS, scale=0.3, window=window)
+    out = reference.attention(q, k, v, start, length, table, heads=HEADS, scale=0.3, window=window, chunked=chunked)
     for row, (n, m) in enumerate(zip(lengths, counts, strict=True)):
         keys, values = (pages[table[row].long()].flatten(0, 1)[:n].transpose(0, 1) for pages in (k, v))
         query = q[start[row] : start[row + 1]].reshape(m, HEADS, DIM).transpose(0, 1)
         seen = torch.zeros(m, n, dtype=torch.bool)
         for i in range(m):
             position = n - m + i
-            seen[i, max(0, position - (window or n) + 1) : position + 1] = True
+            first = position // (window or n) * (window or n) if chunked else max(0, position - (window or n) + 1)
+            seen[i, first : position + 1] = True
         wanted = F.scaled_dot_product_attention(
             query[None], keys[None], values[None], attn_mask=seen, scale=0.3, enable_gqa=True
         )[0]
@@ -157,6 +160,16 @@ def test_dropped_pages_do_not_matter() -> None:
     table[0, :3] = 0  # positions 0 .. 23; the first query, at 37, sees 28 .. 37
     k[0], v[0] = math.nan, math.nan
     got = reference.attention(q, k, v, start, length, table, heads=HEADS, scale=0.3, window=10)
+    torch.testing.assert_close(got, wanted)
+
+
+def test_dropped_pages_of_older_chunks_do_not_matter() -> None:
+    """Chunks of 10 over pages of 8: a page that two chunks share stays."""
+    q, k, v, start, length, table = paged_case([40], [3])
+    wanted = reference.attention(q, k, v, start, length, table, heads=HEADS, scale=0.3, window=10, chunked=True)
+    table[0, :3] = 0  # positions 0 .. 23; the queries, at 37 .. 39, see from 30 on
+    k[0], v[0] = math.nan, math.nan
+    got = reference.attention(q, k, v, start, length, table, heads=HEADS, scale=0.3, window=10, chunked=True)
     torch.testing.assert_close(got, wanted)
 
 

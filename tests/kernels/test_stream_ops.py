@@ -1,4 +1,4 @@
-"""add, rms_norm_span and scale: reference, plain and C++ against float64 numpy, at every instruction set."""
+"""add, rms_norm_span, scale and temper: reference, plain and C++ against float64 numpy, at every instruction set."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ def test_reference_says_what_is_meant() -> None:
     assert torch.equal(got[:, :5], tx[:, :5])
     assert torch.equal(got[:, 12:], tx[:, 12:])
     assert torch.equal(reference.scale(tx, factor=0.25), tx / 4)
+    tempered = reference.temper(tx, torch.tensor([6, 7, 79]), every=8, slope=0.5)
+    assert torch.equal(tempered[0], tx[0]), "the first seven positions are left as they are"
+    assert error(tempered[1:], x[1:] * (1 + 0.5 * np.log([[2.0], [11.0]]))) < 1e-12
 
 
 @pytest.mark.parametrize("isa", [*LEVELS, "plain"])
@@ -94,6 +97,22 @@ def test_scale(isa: int | str, columns: int) -> None:
         with op_set(isa, threads) as ops:
             ops.scale(got, factor=0.22, count=count(live))
         assert error(got[:live], x[:live].astype(np.float64) * 0.22) < OPS["scale"].tolerance
+        assert (got[live:] == x[live:]).all()
+
+
+@pytest.mark.parametrize("isa", [*LEVELS, "plain"])
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_temper(isa: int | str, columns: int) -> None:
+    rng = np.random.default_rng(columns)
+    x = floats(rng, 6, columns)
+    positions = np.array([0, 62, 63, 64, 8191, 10_485_759], np.int32)
+    factor = 1 + 0.1 * np.log1p((positions.astype(np.float64) + 1) // 64)
+    for threads, live in ((1, 6), (3, 4), (2, 0)):
+        got = x.copy()
+        with op_set(isa, threads) as ops:
+            ops.temper(got, positions, every=64, slope=0.1, count=count(live))
+        assert error(got[:live], x[:live] * factor[:live, None]) < OPS["temper"].tolerance
+        assert (got[:2] == x[:2]).all(), "before the first step nothing changes"
         assert (got[live:] == x[live:]).all()
 
 

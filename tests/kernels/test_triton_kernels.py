@@ -304,7 +304,7 @@ def attention_truth(q, k, v, starts, lengths, table, **options):
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 24)])
-@pytest.mark.parametrize("extra", ["none", "window", "softcap", "sinks", "fp8"])
+@pytest.mark.parametrize("extra", ["none", "window", "chunked", "softcap", "sinks", "fp8"])
 def test_paged_decode(rng, splits, heads, kv_heads, dim, extra):
     lengths = [1, 40, 97]
     kv = FP8 if extra == "fp8" else BF16
@@ -312,12 +312,15 @@ def test_paged_decode(rng, splits, heads, kv_heads, dim, extra):
         rng, counts=[1] * 3, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv
     )
     options = {
-        "heads": heads, "scale": dim**-0.5, "window": 33 if extra == "window" else None,
-        "softcap": 2.0 if extra == "softcap" else None, "sinks": normal(rng, heads, dtype=F32) if extra == "sinks" else None,
+        "heads": heads, "scale": dim**-0.5, "window": 33 if extra in ("window", "chunked") else None,
+        "chunked": extra == "chunked", "softcap": 2.0 if extra == "softcap" else None,
+        "sinks": normal(rng, heads, dtype=F32) if extra == "sinks" else None,
     }  # fmt: skip
     truth = attention_truth(q, k, v, starts, length, table, **{**options, "sinks": wide(options["sinks"])})
     if extra == "window":
         table[2, : (97 - 33) // PAGE] = 0  # dropped pages
+    if extra == "chunked":
+        table[1, : 33 // PAGE] = table[2, : 66 // PAGE] = 0
     out = torch.zeros_like(q)
     workspace = torch.full(
         (decode.decode_workspace_floats(3, heads=heads, head_dim=dim, splits=splits),), float("nan"), device=DEVICE
@@ -375,7 +378,7 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, 
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (3, 1, 24)])
-@pytest.mark.parametrize("extra", ["none", "window", "softcap", "sinks", "fp8"])
+@pytest.mark.parametrize("extra", ["none", "window", "chunked", "softcap", "sinks", "fp8"])
 @pytest.mark.parametrize(
     ("block_n", "tma", "pairs"), [(16, False, False), (32, False, False), (16, True, False), (16, True, True)]
 )
@@ -386,12 +389,15 @@ def test_paged_prefill(rng, heads, kv_heads, dim, extra, block_n, tma, pairs):
         rng, counts=counts, lengths=lengths, heads=heads, kv_heads=kv_heads, dim=dim, kv=kv
     )
     options = {
-        "heads": heads, "scale": dim**-0.5, "window": 18 if extra == "window" else None,
-        "softcap": 2.0 if extra == "softcap" else None, "sinks": normal(rng, heads, dtype=F32) if extra == "sinks" else None,
+        "heads": heads, "scale": dim**-0.5, "window": 18 if extra in ("window", "chunked") else None,
+        "chunked": extra == "chunked", "softcap": 2.0 if extra == "softcap" else None,
+        "sinks": normal(rng, heads, dtype=F32) if extra == "sinks" else None,
     }  # fmt: skip
     truth = attention_truth(q, k, v, starts, length, table, **{**options, "sinks": wide(options["sinks"])})
     if extra == "window":
         table[2, : (60 - 7 - 18 + 1) // PAGE] = 0
+    if extra == "chunked":  # 53 .. 59 see from 36, 54 on
+        table[2, : 36 // PAGE] = 0
     out = torch.zeros_like(q)
     config = PrefillConfig(block_m=16, block_n=block_n, warps=4, stages=2, tma=tma, pairs=pairs)
     starts = torch.cat([starts, starts[-1:]])  # an empty row beyond the live ones

@@ -210,6 +210,12 @@ def test_norms_gelu_softcap_rows():
     ops.rms_norm_span(stream, weight[:20], start=8, eps=1e-5, count=live(3))
     assert difference(seen(stream), span) < 1e-6
 
+    positions = ops.constant(np.array([0, 63, 700], np.int32))
+    values = buffer(ops, x, "f32")
+    truth = reference.temper(seen(values), seen(positions), every=64, slope=0.1)
+    ops.temper(values, positions, every=64, slope=0.1, count=live(3))
+    assert difference(seen(values), truth) < 1e-6
+
     operations = (
         ("gelu", reference.gelu, {}),
         ("scale", reference.scale, {"factor": 0.25}),

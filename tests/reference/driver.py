@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tradewind.cache.rules import rule_for
 from tradewind.config.card import ModelCard
 from tradewind.config.kv_sizing import groups_of
 from tradewind.device.batch import ForwardBatch, Scratch
@@ -118,7 +119,7 @@ class Driver:
         tables = self.tables.setdefault(sequence, [np.zeros(self.pages_per_row, np.int32) for _ in self.groups])
         for index, group in enumerate(self.groups):
             if group.window is not None:
-                for page in range(max(0, first - group.window + 1) // self.page_tokens):
+                for page in range(rule_for(group).droppable(first)):
                     if tables[index][page]:
                         self.free[index].insert(0, int(tables[index][page]))
                         self._poison(index, int(tables[index][page]))

@@ -18,6 +18,8 @@ from tests.reference.driver import Driver
 from tests.reference.op_sets import OP_SETS, load, open_ops
 from tests.reference.tiny import difference, make_tiny, oracle_logits, token_ids
 from tradewind.config.adapter_files import AdapterError, by_key, look_at
+from tradewind.config.goals import AdapterRoom
+from tradewind.config.ledger_adapters import bank_bytes
 from tradewind.contract.errors import UserError
 from tradewind.layers.adapters import Adapters
 from tradewind.models.registry import FAMILIES
@@ -33,6 +35,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "gpt_oss": ATTENTION,
     "granite_biases": EVERYTHING,
     "llama3": EVERYTHING,
+    "llama4": EVERYTHING,
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen2": EVERYTHING,
     "qwen3_moe": ATTENTION,
@@ -113,6 +116,16 @@ def test_adapters_beside_each_other(tiny: Tiny, driver: Driver) -> None:
         assert difference(np.concatenate(got[k]), tiny.wanted[k]) < TOLERANCE, k
     spread = [np.abs(tiny.wanted[k] - tiny.wanted[3]).mean() / tiny.wanted[3].std() for k in range(3)]
     assert min(spread) > 0.05, "the adapters were to say something else than the model"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_ledger_knows_the_banks(tiny: Tiny, exact: bool) -> None:
+    """To the byte, for every family."""
+    ops = open_ops("cpu")
+    adapters = Adapters(ops, slots=3, rank=20, exact=exact)
+    _, card = load(tiny.folder, ops, adapters=adapters)
+    assert adapters.nbytes == bank_bytes(card, AdapterRoom(slots=3, rank=20), exact=exact)
+    ops.close()  # type: ignore[attr-defined]
 
 
 def test_a_slot_takes_another_adapter(tiny: Tiny) -> None:

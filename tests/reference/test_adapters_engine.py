@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.engine.tiny_engine import answers, engine_of, write_checkpoint
 from tests.reference.test_adapters import EVERYTHING, write_adapter
 from tests.reference.tiny import make_tiny, token_ids
-from tradewind.assemble import AdapterRoom, Engine
+from tradewind.assemble import Engine
 from tradewind.config.adapter_files import look_at
+from tradewind.config.goals import AdapterRoom
 from tradewind.contract.errors import RequestError, UserError
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.llm import LLM
@@ -161,6 +163,12 @@ def test_the_python_face(tiny: Tiny, tmp_path: Path) -> None:
                 call()
         with pytest.raises(UserError, match="is no adapter"):
             llm.load_adapter("third", tmp_path)
+        tensors = load_file(mine / "adapter_model.safetensors")
+        other = {name.replace("q_proj", "x_proj"): each for name, each in tensors.items()}
+        save_file(other, mine / "adapter_model.safetensors")
+        with pytest.raises(UserError, match="which a llama model does not have"):
+            llm.load_adapter("third", mine)
+        assert llm.adapters == ("second",)
     with pytest.raises(UserError, match="has rank 13; the largest that this engine has room for is 8"):
         LLM(tiny.folder, adapters={"large": tiny.adapters[2]}, max_adapter_rank=8, **options)
     with LLM(tiny.folder, **options) as llm:

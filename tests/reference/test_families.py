@@ -115,11 +115,19 @@ def test_card_says_what_the_family_is(tiny: Tiny, driver: Driver) -> None:
     if name.startswith("olmo2"):
         assert card.qk_norm_whole
         assert not card.qk_norm
-    assert (card.moe is not None) == ("moe" in name or name in ("gpt_oss", "mixtral") or name.startswith("deepseek"))
+    assert (card.moe is not None) == ("moe" in name or name.startswith(("deepseek", "gpt_oss", "llama4", "mixtral")))
     if card.moe is not None:
-        assert (all(card.moe.layers)) == (name != "qwen2_moe_some" and not name.startswith("deepseek"))
-        assert (card.moe.shared_intermediate > 0) == name.startswith(("qwen2_moe", "deepseek"))
-        assert 1 < card.moe.per_token < card.moe.experts
+        assert (all(card.moe.layers)) == (not name.endswith("_some") and not name.startswith("deepseek"))
+        assert (card.moe.shared_intermediate > 0) == name.startswith(("qwen2_moe", "deepseek", "llama4"))
+        assert (1 if name == "llama4" else 2) <= card.moe.per_token < card.moe.experts
+        assert card.moe.weigh_input == name.startswith("llama4")
+    if name.startswith("llama4"):
+        assert [(group.kind, group.window) for group in driver.groups] == [("full", None), ("chunk", 40)]
+        assert card.layer_ropes.count(False) == 1
+        assert card.temper is not None
+        assert card.temper.every * 4 < TOKENS
+        assert (card.qk_norm, card.qk_norm_weights) == ((True, False) if name == "llama4" else (False, True))
+        assert (len(driver.groups[0].layers), sum(card.layer_ropes)) == ((1, 4) if name == "llama4" else (2, 3))
     assert (card.latent is not None) == name.startswith("deepseek")
     if card.latent is not None:
         assert [(group.kind, group.head_dim) for group in driver.groups] == [("latent", card.latent.width)]

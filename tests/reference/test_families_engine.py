@@ -26,6 +26,7 @@ NAMES = (
     "gemma2",
     "gpt_oss",
     "granite",
+    "llama4",
     "mixtral",
     "olmo2",
     "phi3_short",

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from tests.reference.driver import Driver
 from tests.reference.op_sets import OP_SETS, load, open_ops
 from tests.reference.test_gguf_models import gguf_metadata, in_blocks
-from tests.reference.tiny import TINY, difference, make_tiny, oracle_logits, token_ids
+from tests.reference.tiny import TINY, difference, make_tiny, oracle_logits, rope, token_ids
+from tradewind.config.card import TemperFacts
 from tradewind.config.card_reader import CardError, card_from_gguf
 from tradewind.models.registry import FAMILIES
 from tradewind.quantization.numerics import Numerics
@@ -24,6 +25,8 @@ CASES = (
     ("gemma2", "gemma2", "gemma2"),
     ("granite", "granite", "granite"),
     ("granite_biases", "granite", "granite"),
+    ("llama4", "llama4", "llama4"),
+    ("llama4_some", "llama4", "llama4"),
     ("mixtral", "llama", "mixtral"),
     ("olmo2", "olmo2", "olmo2"),
     ("phi3", "phi3", "phi3"),
@@ -33,6 +36,11 @@ CASES = (
     ("qwen3_moe", "qwen3moe", "qwen3_moe"),
 )
 INTERLEAVED = ("granite", "mixtral")
+AS_PUBLISHED: dict[str, Any] = {
+    "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4, "no_rope_layers": None,
+    "layer_types": None, "use_qk_norm": True, "max_position_embeddings": 32768,
+    **rope("llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192, rope_theta=5e5),
+}  # fmt: skip
 
 
 def tensors_of(folder: Path, oracle: Any, *, family: str, old: bool = False) -> dict[str, np.ndarray]:
@@ -51,6 +59,13 @@ def tensors_of(folder: Path, oracle: Any, *, family: str, old: bool = False) -> 
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         if family == "gemma2" and "norm" in name:
             value = value + 1
+        if family == "llama4" and ".experts." in name:  # all of them already, transposed
+            value = value.swapaxes(1, 2)
+            ways = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            for part, each in zip(ways, np.split(value, len(ways), axis=1), strict=True):
+                place = template.rpartition(".")[0] + f".{part}.weight"
+                found[hf_to_gguf[place].format(*numbers)] = np.ascontiguousarray(each)
+            continue
         if "shared_expert_gate" in name:
             value = value[0]
         if len(numbers) == 2 and not old:
@@ -62,10 +77,14 @@ def tensors_of(folder: Path, oracle: Any, *, family: str, old: bool = False) -> 
         number = next(part for part in name.split(".") if part.isdigit())
         template = name.replace(f".{number}.", ".{}.", 1)
         found[hf_to_gguf[template].format(number)] = np.stack([experts[index] for index in range(len(experts))])
-    rope = config.rope_parameters
-    if rope["rope_type"] == "longrope":
+    scaling = config.rope_parameters
+    if scaling["rope_type"] == "llama3":
+        pairs = config.head_dim // 2
+        turns = 8192 * scaling["rope_theta"] ** (-np.arange(pairs) / pairs) / (2 * np.pi)
+        found["rope_freqs.weight"] = np.where(turns >= 1, 1, scaling["factor"]).astype(np.float32)
+    if scaling["rope_type"] == "longrope":
         for length in ("long", "short"):
-            found[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
+            found[f"rope_factors_{length}.weight"] = np.array(scaling[f"{length}_factor"], np.float32)
     return found
 
 
@@ -94,6 +113,10 @@ def metadata_of(oracle: Any, *, arch: str) -> dict[str, object]:
         values |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
     if arch == "llama":
         values["attention.sliding_window"] = config.sliding_window or 0
+    if arch == "llama4":
+        values["feed_forward_length"] = config.intermediate_size_mlp
+        values["expert_feed_forward_length"] = config.intermediate_size
+        values["interleave_moe_layer_step"] = config.interleave_moe_layer_step
     if hasattr(config, "moe_intermediate_size"):
         values["expert_feed_forward_length"] = config.moe_intermediate_size
     if hasattr(config, "shared_expert_intermediate_size"):
@@ -117,6 +140,8 @@ def test_gguf_gives_the_oracles_logits(
 ) -> None:
     if tiny == "gemma2":  # GGUF has no key for the scale of queries: it follows from the head
         monkeypatch.setitem(TINY[tiny][2], "query_pre_attn_scalar", 32)
+    if family == "llama4":  # nor for what its published files all have
+        monkeypatch.setitem(TINY, tiny, (*TINY[tiny][:2], {**TINY[tiny][2], **AS_PUBLISHED}))
     oracle = make_tiny(tiny, tmp_path)
     path = tmp_path / "tiny.gguf"
     write_gguf(path, metadata_of(oracle, arch=arch), tensors_of(tmp_path, oracle, family=family))
@@ -155,6 +180,37 @@ def test_experts_in_blocks_stay_blocks(tmp_path: Path, op_set: str) -> None:
     got, card = logits_of(path, ids, op_set, numerics=Numerics(compute="int8", quantization="none"))
     assert card.weight_formats["Q4_0"] == 3 * 2 * 16 * 32 * 96
     assert np.abs(got - exact).mean() / exact.std() < 0.1
+
+
+def test_what_llama4_files_leave_unsaid() -> None:
+    base = {
+        "general.architecture": "llama4",
+        "llama4.block_count": 8,
+        "llama4.context_length": 1 << 20,
+        "llama4.embedding_length": 64,
+        "llama4.feed_forward_length": 96,
+        "llama4.attention.head_count": 4,
+        "llama4.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama4.vocab_size": 100,
+        "llama4.expert_count": 128,
+        "llama4.expert_used_count": 1,
+        "llama4.expert_feed_forward_length": 32,
+        "llama4.interleave_moe_layer_step": 2,
+    }
+    card = card_from_gguf(base, name="x")
+    assert card.layer_windows == (8192, 8192, 8192, None) * 2
+    assert card.layer_ropes == (True, True, True, False) * 2
+    assert card.windows_restart
+    assert card.temper == TemperFacts(every=8192, slope=0.1)
+    assert not card.qk_norm
+    assert card.moe is not None
+    assert (card.moe.layers, card.moe.shared_intermediate, card.moe.weigh_input) == ((False, True) * 4, 32, True)
+    scout = card_from_gguf({**base, "llama4.expert_count": 16}, name="x")
+    assert (scout.qk_norm, scout.qk_norm_weights) == (True, False)
+    full = card_from_gguf({**base, "llama4.attention.sliding_window": 0}, name="x")
+    assert (full.layer_windows, all(full.layer_ropes), full.temper) == ((None,) * 8, True, None)
+    with pytest.raises(CardError, match=r"llama4\.attention\.sliding_window' is 4096; it must be 8192, or 0"):
+        card_from_gguf({**base, "llama4.attention.sliding_window": 4096}, name="x")
 
 
 def test_what_gguf_says_of_experts_is_checked() -> None:

@@ -102,8 +102,16 @@ def test_columns_and_alternating_vectors() -> None:
             assert np.array_equal(floats(made.made()), matrix[expert, :, index::2].T)
             made = at[f"l.5.e.{expert}.{part}.b"]
             assert np.array_equal(floats(made.made()), vector[expert, index::2])
-    with pytest.raises(RegroupError, match="in 3 axes, the last a multiple of 2"):
-        regrouped({"l.5.m": raw(matrix[..., :9])}, table)
+    spans = regrouped({"l.5.m": raw(matrix)}, {"l.{}.m": ("spans", table["l.{}.m"][1])})
+    for expert in range(3):
+        for index, part in enumerate(("gate", "up")):
+            made = spans[f"l.5.e.{expert}.{part}.w"]
+            assert made.shape == (5, 4)
+            assert made.nbytes == matrix.nbytes // 6
+            assert np.array_equal(floats(made.made()), matrix[expert, :, 5 * index : 5 * index + 5].T)
+    for form in ("columns", "spans"):
+        with pytest.raises(RegroupError, match="in 3 axes, the last a multiple of 2"):
+            regrouped({"l.5.m": raw(matrix[..., :9])}, {"l.{}.m": (form, table["l.{}.m"][1])})
     with pytest.raises(RegroupError, match="is U8 of shape"):
         regrouped({"l.5.v": raw(np.zeros((3, 4), np.uint8), "U8")}, table)
 

@@ -24,6 +24,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,6 +36,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -83,6 +87,18 @@ def longrope(*, pairs: int, original: int) -> dict[str, Any]:
         "original_max_position_embeddings": original,
     }
 
+
+LLAMA4: dict[str, Any] = {
+    **IDS,
+    "head_dim": 32,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 5,
+    "attention_chunk_size": 40,
+    "floor_scale": 24,
+    "attn_scale": 0.6,
+}
+"""Chunks that no page size divides; queries that grow often and much."""
 
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -204,6 +220,37 @@ TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "granite_biases": (GraniteForCausalLM, GraniteConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4}),
     "llama3": (LlamaForCausalLM, LlamaConfig, {**LLAMA3}),
+    "llama4": (  # as Scout: experts in every layer, norms of q and k
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            **LLAMA4,
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 3,
+            **rope(
+                "llama3",
+                factor=16.0,
+                low_freq_factor=1.0,
+                high_freq_factor=1.0,
+                original_max_position_embeddings=64,
+                rope_theta=500000.0,
+            ),
+        },
+    ),
+    "llama4_some": (  # as Maverick: experts in every second layer, no norms; and several experts a token, biases, a full layer with rope
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            **LLAMA4,
+            "num_hidden_layers": 4,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "no_rope_layers": [1, 0, 1, 1],
+            "layer_types": ["chunked_attention", "full_attention", "full_attention", "chunked_attention"],
+        },
+    ),
     "llama_biases": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama_dynamic_rope": (LlamaForCausalLM, LlamaConfig, rope("dynamic", factor=4.0)),
     "llama_linear_rope": (LlamaForCausalLM, LlamaConfig, rope("linear", factor=4.0)),
@@ -235,6 +282,22 @@ TINY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_hidden_layers": 2}),
     "qwen2_5_tied": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True, **YARN}),
+    "qwen2_5_vl": (  # its text alone; images are in test_qwen2_5_vl.py
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig,
+        {
+            **rope("default", mrope_section=[2, 3, 3]),
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 32,
+                "intermediate_size": 44,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [1],
+            },
+            **IDS,
+        },
+    ),
     "qwen2_moe": (
         Qwen2MoeForCausalLM,
         Qwen2MoeConfig,

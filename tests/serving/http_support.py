@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tradewind.assemble import AdapterRoom
+from tradewind.config.goals import AdapterRoom
 from tradewind.config.plan import CachePlan, SchedulePlan
 from tradewind.contract.kv import KVGroup
 from tradewind.contract.step import Enter, Step
@@ -28,6 +28,7 @@ from tradewind.serving.chat_template import CHATML, ChatTemplate
 from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import Front, Options
 from tradewind.serving.http.local import LocalEngine, Watch
+from tradewind.serving.images import ImageReader
 from tradewind.serving.intake import Intake, Limits
 from tradewind.serving.parsers.table import ParserChoice
 from tradewind.serving.structured import StructuredOutput
@@ -340,7 +341,7 @@ def live_model(
     from tradewind.serving.parsers.table import parser_for
 
     watch = Watch()
-    engine = build_planned(make_plan(Goals(model=path, means=Means(**means))), sinks=(watch,), adapters=adapters)
+    engine = build_planned(make_plan(Goals(model=path, adapters=adapters, means=Means(**means))), sinks=(watch,))
     plan = engine.plan
     local = LocalEngine(engine.client, engine.client.loop, watch)
     template = engine.template
@@ -354,6 +355,7 @@ def live_model(
         adapters=None if adapters is None else AdapterBook(largest_rank=adapters.rank, taken=(MODEL,)),
         options=options or Options(),
         structured=StructuredOutput(engine.tokenizer),
+        images=ImageReader.of(plan),
         speech=parser_for(plan.card.family, getattr(template, "source", None), token_id=engine.tokenizer.token_id),
     )
     rig = Rig.__new__(Rig)

@@ -220,6 +220,7 @@ class Stranger:
     def __init__(self, *, takes: set[str], usage: bool, how: str = "well") -> None:
         self.takes, self.usage, self.how = takes, usage, how
         self.bodies: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
         routes = [Route("/v1/models", self.models), Route("/v1/chat/completions", self.chat, methods=["POST"])]
         self.app = Starlette(routes=routes)
 
@@ -229,6 +230,7 @@ class Stranger:
     async def chat(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        self.headers.append(request.headers.get("x-traffic-class"))
         unknown = set(body) - {"model", "messages", "max_tokens", "temperature", "stream"} - self.takes
         if unknown:
             return JSONResponse({"error": {"message": f"unknown: {sorted(unknown)}"}}, status_code=400)
@@ -249,6 +251,22 @@ class Stranger:
         if self.usage:
             yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens': 50, 'completion_tokens': body['max_tokens']}})}\n\n"
         yield "data: [DONE]\n\n"
+
+
+def test_headers_go_with_each_request() -> None:
+    theirs = Stranger(takes={"stream_options"}, usage=True)
+    with served(theirs.app) as port:
+        bench(
+            f"http://127.0.0.1:{port}",
+            "--requests",
+            "3",
+            *SHORT,
+            "--warm-up",
+            "0s",
+            "--header",
+            "x-traffic-class: chat",
+        )
+    assert len(theirs.headers) >= 5 and set(theirs.headers) == {"chat"}
 
 
 def test_a_strict_server_is_asked_only_what_it_takes() -> None:
@@ -294,13 +312,19 @@ def test_something_that_is_no_openai_server_is_said_so() -> None:
 
 
 def test_a_slower_server_is_caught_and_the_same_one_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Steps of 30 ms against steps of 33 ms: 10 %. Only the steps' time decides, for these machines are shared."""
+    """Steps of 30 ms against 33 ms (10 %) and 60 ms. On a machine whose noise could hide 10 % the answer is "unsure", and never "the same";
+    how often 10 % are caught at which noise is in tests/host/test_baseline.py.
+    """
     file = str(tmp_path / "base.json")
     words = ("--requests", "3", "--prompt-tokens", "60", "--output-tokens", "12", "--warm-up", "0s", "--repeats", "3")
+    found = []
     with live(step_s=0.03) as server:
         assert run("baseline", "record", file, server.url, *words) == 0
-        code = run("baseline", "check", file, server.url, "--repeats", "3", "--metrics", "tpot_p50")
-        assert code in (0, cli_baseline.UNSURE), capsys.readouterr().out
-    with live(step_s=0.033) as server:
-        code = run("baseline", "check", file, server.url, "--repeats", "3", "--metrics", "tpot_p50")
-    assert code == cli_baseline.WORSE, capsys.readouterr().out
+        found.append(run("baseline", "check", file, server.url, "--repeats", "3", "--metrics", "tpot_p50"))
+    for step_s in (0.033, 0.06):
+        with live(step_s=step_s) as server:
+            found.append(run("baseline", "check", file, server.url, "--repeats", "3", "--metrics", "tpot_p50"))
+    said = capsys.readouterr().out
+    assert found[0] in (0, cli_baseline.UNSURE), said
+    assert found[1] in (cli_baseline.WORSE, cli_baseline.UNSURE), said
+    assert found[2] == cli_baseline.WORSE, said

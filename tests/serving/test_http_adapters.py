@@ -13,7 +13,7 @@ from http_support import MODEL, Live, live_model
 from safetensors.numpy import save_file
 from tiny_engine import write_checkpoint
 
-from tradewind.assemble import AdapterRoom
+from tradewind.config.goals import AdapterRoom
 from tradewind.kernels.cpu import library
 from tradewind.serving.http.front import Options
 

@@ -12,7 +12,7 @@ pytest.importorskip("httptools")
 
 from process_support import rss_bytes, server
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def test_a_head_without_end_is_cut(tmp_path: Path) -> None:

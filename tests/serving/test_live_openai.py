@@ -19,7 +19,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 SKY: Any = [
     {"role": "user", "content": "Why is the sky blue? Tell me in a few words that a child of six can understand."}

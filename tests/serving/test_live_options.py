@@ -17,7 +17,7 @@ from process_support import server
 from tradewind.contract.errors import UserError
 from tradewind.serve import ServeOptions, name_of, read_keys
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 def refused(tmp_path: Path, *options: str) -> str:

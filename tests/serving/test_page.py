@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, get_args
@@ -81,7 +81,7 @@ class Locked:
 
 
 @contextmanager
-def live(*, plan: Any = None, **facts: Any) -> Iterator[Live]:
+def live(*, plan: Any = None, drift: Callable[[], bytes] = lambda: b"null", **facts: Any) -> Iterator[Live]:
     """A scripted engine that thinks and calls tools, with the page in front of it."""
     rig = Rig(**{"says": SAYS, "step_s": 0.004, "max_context": 16384, "speech": THINKING, **facts})
     hub = Hub.for_server(
@@ -96,7 +96,7 @@ def live(*, plan: Any = None, **facts: Any) -> Iterator[Live]:
     rig.loop._sinks += (listening,)
     rig.front = replace(
         rig.front,
-        more_routes=page_routes(board=listening.board, plan=lambda: hub.plan),
+        more_routes=page_routes(board=listening.board, plan=lambda: hub.plan, drift=drift),
         open_paths=OPEN_PATHS,
         on_receipt=listening.take_receipt,
         receipts=lambda name, tenant: listening.receipts("json", name, tenant),
@@ -171,7 +171,7 @@ def test_anybody_may_read_the_page_but_not_the_board() -> None:
         assert headers["x-content-type-options"] == "nosniff"
         status, again, body = server.send("GET", "/", headers={"If-None-Match": headers["etag"]})
         assert status == 304 and body == b"" and again["etag"] == headers["etag"]
-        for path in ("/board", "/plan"):
+        for path in ("/board", "/plan", "/drift"):
             assert server.send("GET", path)[0] == 401
             status, headers, body = server.send("GET", path, headers={"Authorization": "Bearer k"})
             assert status == 200 and headers["cache-control"] == "no-store"
@@ -599,6 +599,50 @@ def test_the_plan_is_told_with_what_was_rejected(window: Browser) -> None:
             "chat",
             "bulk",
         ]
+        window.open("about:blank")
+
+
+@needs_browser
+def test_the_plan_panel_says_that_traffic_has_changed_and_what_was_done(window: Browser) -> None:
+    now: dict[str, Any] = {
+        "mode": "apply", "state": "learning", "says": None, "learnt": 12, "learnt_of": 1000, "usual": None, "drift": None,
+        "proposal": None, "changes": {"applied": 0, "failed": 0, "kept": 0, "put off": 0, "undone": 0}, "history": [],
+    }  # fmt: skip
+    made = resolve(Goals(model="smollm2"), card=SMOLLM2, hardware=machine())
+    with live(plan=made, drift=lambda: json.dumps(now).encode()) as server:
+        window.size(1400, 900)
+        window.open(server.url + "/")
+        window.until("document.querySelector('#drift-body p')", "the drift must be told", seconds=30)
+        window.click("#plan summary")
+        assert "Learning what is usual: 12 of 1 000 requests." in window.text("#plan").replace("\u2009", " ")
+        assert window.text("#plan-sum") == ""
+        says = "rate went from 8.03 requests/s as planned to 38.9, 4.85 times, noticed 3 s after it began"
+        tries = [
+            {"name": "as it is", "attained": 0.413, "ttft_p90_s": 2.5, "tpot_p90_s": 0.08},
+            {"name": "max_running 64", "attained": 0.985, "ttft_p90_s": None, "tpot_p90_s": 0.06},
+        ]
+        now["drift"] = {"what": "rate", "planned": 8.03, "now": 38.9, "says": says}
+        now["proposal"] = {
+            "changed": True, "differs": ["max_running 16 -> 64"], "why": "", "tries": tries, "step_times": "step times: made up",
+        }  # fmt: skip
+        now["changes"]["applied"] = 1
+        now["history"] = [
+            {"at": 1e9, "what": "learnt", "says": "usual"},
+            {"at": 1e9, "what": "drift", "says": f"traffic has left: {says}"},
+            {"at": 1e9, "what": "applied", "says": "the new plan is in force"},
+        ]
+        now["state"], now["says"] = "watching", says
+        window.until("document.querySelector('#plan-sum').textContent", "the change must be told", seconds=30)
+        assert window.text("#plan-sum") == "traffic has changed"
+        text = window.text("#plan")
+        assert f"Traffic has changed: {says}" in text and "of the newest traffic better: max_running 16 -> 64." in text
+        assert "41.3 %" in text and "2.5 s" in text and "98.5 %" in text and "–" in text
+        assert window.run("return [...document.querySelectorAll('#drift-body li b')].map(e => e.innerText)") == [
+            "applied",
+            "drift",
+        ]
+        assert window.run("return document.querySelector('#plan dl') !== null"), "the plan is still told"
+        assert window.complaints() == []
         window.open("about:blank")
 
 

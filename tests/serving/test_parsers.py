@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tradewind.config.card_parts import FAMILIES
 from tradewind.contract.errors import UserError
 from tradewind.serving.parsers import deepseek
 from tradewind.serving.parsers.json_reader import MAX_DEPTH, JsonReader, as_json
@@ -168,6 +169,14 @@ def test_markers_of_ones_own() -> None:
         ("llama3_json", '<|python_tag|>{"type": "function", "function": {"name": "f", "parameters": {}}}'),
         ("llama3_json", '{"type": "function", "function": "f", "parameters": {}}'),
         ("llama3_pythonic", "[f()]"),
+        ("llama4", "[f()]"),
+        ("llama4", '{"name": "f", "parameters": {}}'),
+        ("llama4", '[{"name": "f", "parameters": {}}]'),
+        ("llama4", '<|python_start|>{"name": "f"}<|python_end|>'),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        ("granite", '<|tool_call|> {"name": "f"}'),
+        ("phi4_mini", '<|tool_call|>[{"type": "function", "function": {"name": "f", "arguments": {}}}]<|/tool_call|>'),
+        ("phi4_mini", 'functools[{"name": "f"}]'),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'),
         ("mistral", '[TOOL_CALLS]{"name": "f"}'),
         ("mistral_v11", "[TOOL_CALLS]f[ARGS]{}"),
@@ -313,6 +322,54 @@ def test_pythonic_values() -> None:
     ]
     for other in ("[1] As of 2024", "[link](http://x)", "[g(a=1)]", "[f(1)]", "[f(a=open('x'))]", "[f(a={1})]", "[]"):
         assert run("llama3_pythonic", other, tools=tools) == [Content(other)]
+
+
+def test_llama4_calls_in_all_spellings() -> None:
+    tools: dict[str, Any] = {"f": {}, "g": {}}
+    one, two = '{"name": "f", "parameters": {"a": "x; [y]"}}', '{"name": "g", "parameters": {}}'
+    both = [("f", {"a": "x; [y]"}), ("g", {})]
+    for text in (
+        f"{one}{two}",
+        f"{one}\n{two}",
+        f"{one}; {two}",
+        f"[{one}, {two}]",
+        f" [ {one} , {two} ] ",
+        f"<|python_start|>{one}; {two}<|python_end|>",
+        f"<|python_start|>[{one}, {two}]<|python_end|>",
+        "[f(a='x; [y]'), g()]",
+        "<|python_start|>[f(a='x; [y]'), g()]<|python_end|>",
+    ):
+        assert calls("llama4", text, tools=tools) == both, text
+        assert message("llama4", text, tools=tools).content is None, text
+    said = message("llama4", f"<|python_start|>Let me look.<|python_end|>{one}{two}", tools=tools)
+    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == both
+    assert said.content == "<|python_start|>Let me look."
+    for other in (
+        "<|python_start|>print([1])<|python_end|>",
+        '{"answer": 42}',
+        '{"name": "Bob", "parameters": {}}',
+        "[1] As of 2024",
+        "[",
+        "[ ",
+        "{",
+        "<|python_start|>",
+        "<|python_start|> [",
+        "<|python_end|> {",
+        "[g(a=1",
+        f"So: {one}",
+    ):
+        assert run("llama4", other, tools=tools) == [Content(other)], other
+
+
+def test_lists_behind_a_token_or_a_word() -> None:
+    listed = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    both = [("f", {"a": 1}), ("g", {})]
+    assert calls("granite", f"Well.\n<|tool_call|>{listed}") == both
+    assert message("granite", f"Well.\n<|tool_call|>{listed}").content == "Well."
+    for text in (f"<|tool_call|>{listed}<|/tool_call|>", f"functools{listed}", f"Well. functools {listed}"):
+        assert calls("phi4_mini", text) == both
+    for other in ("import functools", "functools.cache", "functools[0]", "<|tool_call|> then"):
+        assert run("phi4_mini", other) == [Content(other)]
 
 
 def test_mistral_ids() -> None:
@@ -499,6 +556,9 @@ def no_tokens(token: str) -> int | None:
         ("<|start_header_id|> tools <|python_tag|>", "llama3_json", "none"),
         ('<|start_header_id|> tools "parameters": ', "llama3_json", "none"),
         ("<|python_start|> tools", "llama3_pythonic", "none"),
+        ('<|python_start|> tools "parameters": ', "llama4", "none"),
+        ("<|tool_call|> tools", "granite", "none"),
+        ("<|tool|> tools <|/tool|>", "phi4_mini", "none"),
         ("<|channel|> <|message|> tools <think>", "harmony", "none"),
         ("tools", "plain", "none"),
         ("<|im_start|>", "plain", "none"),
@@ -519,12 +579,60 @@ def test_without_a_template_tokens_and_family_decide() -> None:
         ("deepseek_v2", "plain"),
         ("deepseek_v3", "deepseek_v3"),
         ("gemma3", "plain"),
+        ("granite", "granite"),
+        ("gpt_oss", "harmony"),
+        ("llama4", "llama4"),
         ("mixtral", "mistral"),
         ("qwen2_moe", "hermes"),
         ("qwen3", "hermes"),
         ("qwen3_moe", "hermes"),
     ):
         assert parser_for(family, None, token_id=no_tokens).name == name
+
+
+# What in a family's published chat templates tells its format; "" where they take no tools.
+TEMPLATES: dict[str, tuple[tuple[str, str], ...]] = {
+    "bert": (),
+    "deepseek_v2": (("", "plain"),),
+    "deepseek_v3": (
+        (f"tools {deepseek.CALL_BEGIN}function{deepseek.SEPARATOR}f\\n```json\\n", "deepseek_v3"),
+        (f"tools {deepseek.CALL_BEGIN}f{deepseek.SEPARATOR}", "deepseek_v31"),
+    ),
+    "gemma2": (("<start_of_turn>", "plain"),),
+    "gemma3": (("<start_of_turn>", "plain"),),
+    "gpt_oss": (("tools <|start|>assistant<|channel|>final<|message|>", "harmony"),),
+    "granite": (("tools <|start_of_role|>assistant<|end_of_role|><|tool_call|>", "granite"),),
+    "llama": (
+        ('tools <|start_header_id|> {"name": function name, "parameters": x}. <|python_tag|>', "llama3_json"),
+        ("tools <|start_header_id|> [func_name1(params_name1=params_value1)]", "llama3_pythonic"),
+    ),
+    "llama4": (
+        ('tools <|header_start|> <|python_start|> <|python_end|> {"name": "f", "parameters": ', "llama4"),
+        ("tools <|header_start|> <|python_start|>[func_name1(params_name1=params_value1)]", "llama3_pythonic"),
+    ),
+    "mistral": (
+        ("tools [AVAILABLE_TOOLS] [TOOL_CALLS] [", "mistral"),
+        ("tools [AVAILABLE_TOOLS] [TOOL_CALLS]f[ARGS]", "mistral_v11"),
+    ),
+    "mixtral": (("tools [AVAILABLE_TOOLS] [TOOL_CALLS] [", "mistral"),),
+    "olmo2": (("<|assistant|>", "plain"),),
+    "phi3": (("<|assistant|>", "plain"), ("tools <|tool|> <|/tool|>", "phi4_mini")),
+    "qwen2": (("tools <|im_start|> <tool_call>", "hermes"),),
+    "qwen2_5_vl": (("<|im_start|> <|vision_start|>", "plain"),),
+    "qwen2_moe": (("<|im_start|>", "plain"),),
+    "qwen3": (("tools <|im_start|> <tool_call> <think>", "hermes"),),
+    "qwen3_moe": (
+        ("tools <|im_start|> <tool_call> <think>", "hermes"),
+        ("tools <tool_call> <function=f> <parameter=a>", "qwen3_coder"),
+    ),
+}
+
+
+def test_every_family_has_the_format_of_its_templates() -> None:
+    assert set(TEMPLATES) >= set(FAMILIES), "a family without its chat format"
+    for family, templates in TEMPLATES.items():
+        for template, name in templates:
+            assert parser_for(family, template, token_id=no_tokens).name == name, (family, template)
 
 
 def test_a_name_overrules_and_an_unknown_one_is_refused_with_the_list() -> None:

@@ -82,6 +82,23 @@ def pythonic(calls: list[Call]) -> Written:
     return [("mark", f"<|python_start|>[{', '.join(texts)}]<|python_end|>")]
 
 
+def llama4(calls: list[Call]) -> Written:
+    objects = [f'{{"name": "{name}", "parameters": {text}}}' for name, _, text in calls]
+    return [("mark", "<|python_start|>" + "\n".join(objects) + "<|python_end|>")]
+
+
+def granite(calls: list[Call]) -> Written:
+    objects = [f'{{"name": "{name}", "arguments": {text}}}' for name, _, text in calls]
+    return [("mark", f"<|tool_call|>[{', '.join(objects)}]")]
+
+
+def phi4_mini(calls: list[Call]) -> Written:
+    objects = [
+        f'{{"type": "function", "function": {{"name": "{name}", "arguments": {text}}}}}' for name, _, text in calls
+    ]
+    return [("mark", f"<|tool_call|>[{', '.join(objects)}]<|/tool_call|>")]
+
+
 def mistral(calls: list[Call]) -> Written:
     objects = [f'{{"name": "{name}", "arguments": {text}}}' for name, _, text in calls]
     return [("mark", "[TOOL_CALLS] [" + ", ".join(objects) + "]")]
@@ -125,12 +142,15 @@ def seed_oss(calls: list[Call]) -> Written:
 WRITERS: dict[str, Callable[[list[Call]], Written]] = {
     "deepseek_v3": deepseek_v3,
     "deepseek_v31": deepseek_v31,
+    "granite": granite,
     "hermes": hermes,
     "json": guided,
     "llama3_json": llama3_json,
     "llama3_pythonic": pythonic,
+    "llama4": llama4,
     "mistral": mistral,
     "mistral_v11": mistral_v11,
+    "phi4_mini": phi4_mini,
     "qwen3_coder": qwen3_coder,
     "seed_oss": seed_oss,
 }
@@ -317,6 +337,19 @@ def test_what_was_written_is_what_comes_out(name: str, data: st.DataObject, plac
         assert [call.arguments for call in message.calls] == [text for _, _, text in written]
     assert message.content == content
     assert message.reasoning == reasoning
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), places=cuts, marked=st.booleans())
+def test_llama4_reads_python_calls_as_its_elder_does(data: st.DataObject, places: list[int], marked: bool) -> None:
+    made = data.draw(calls())
+    tools = schema_of([("calls", made)])
+    ((_, text),) = pythonic(made)
+    if not marked:
+        text = text.removeprefix("<|python_start|>").removesuffix("<|python_end|>")
+    whole = merge(parse("llama4", cut(text, places), tools=tools))
+    assert whole == merge(parse("llama3_pythonic", [text], tools=tools))
+    assert [(call.name, json.loads(call.arguments)) for call in collect(whole).calls] == [(n, a) for n, a, _ in made]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -17,15 +17,20 @@ import pytest
 from tests.serving.process_support import Server, server, wait_until
 from tradewind import cli_explain
 from tradewind.contract.errors import UserError
-from tradewind.observability.receipts import ItemisedReceipt
+from tradewind.observability.receipts import ItemisedReceipt, PartName
 
 SCRIPT: dict[str, Any] = {
-    "step_ms": 2,
+    "step_ms": 10,
     "prompt_token_ms": 0.1,
     "slots": 2,
     "max_tokens_per_step": 256,
-    "rules": [{"contains": "endless", "answer": "abcdefgh ", "repeat": True}],
+    "rules": [
+        {"contains": "endless", "answer": "abcdefgh ", "repeat": True},
+        {"contains": "number", "answer": "1234567890", "repeat": True, "mask_ms": 60},
+    ],
 }
+GENEROUS_S = 60.0
+"""Nothing takes so long, on the busiest machine."""
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +41,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def receipt(made: Server, name: str) -> ItemisedReceipt:
     """As soon as it is there: an answer's last byte is a moment older than its receipt."""
-    wait_until(lambda: made.get(f"/v1/receipts/{name}")[0] == 200, limit_s=5, what="the receipt")
+    wait_until(lambda: made.get(f"/v1/receipts/{name}")[0] == 200, limit_s=GENEROUS_S, what="the receipt")
     found = msgspec.convert(made.get(f"/v1/receipts/{name}")[1], ItemisedReceipt)
     assert sum(part.seconds for part in found.e2e) == pytest.approx(found.e2e_s, abs=1e-6)
     if found.ttft_s is not None:
         assert sum(part.seconds for part in found.ttft) == pytest.approx(found.ttft_s, abs=1e-6)
     return found
+
+
+def seconds(one: ItemisedReceipt, name: PartName) -> float:
+    return sum(part.seconds for part in one.e2e if part.name == name)
 
 
 def explain(*arguments: str) -> str:
@@ -62,12 +71,12 @@ def test_every_endpoint_has_receipts_whose_parts_are_what_the_client_saw(made: S
     ):
         began = time.monotonic()
         status, answer, _ = made.post(path, **body)
-        took_s = time.monotonic() - began
         assert status == 200
         found = receipt(made, answer["id"])
+        took_s = time.monotonic() - began
         assert found.endpoint == path and not found.stream and found.finish.split(",")[0] in ("stop", "length")
-        # The server notes the end when its write returns, which may be after the client has read it.
-        assert 0.5 * took_s - 0.01 < found.e2e_s <= took_s + 0.01
+        # Each step takes 10 ms; and the server's times lie within what passed here until the receipt was there.
+        assert 0.01 * found.completion_tokens / 4 < found.e2e_s <= took_s
         names = {part.name for part in found.e2e}
         assert {"parse", "tokenise", "prefill", "decode"} <= names
     status, answer, headers = made.post("/v1/embeddings", model="scripted", input="hello")
@@ -83,7 +92,8 @@ def test_a_stream_counts_to_its_last_byte(made: Server) -> None:
     assert data.rstrip().endswith(b"[DONE]\n\n\r\n0") or b"[DONE]" in data
     found = receipt(made, "my-own-id")
     assert found.stream and found.request_id == "my-own-id" and found.completion_tokens == 50
-    assert found.ttft_s is not None and found.ttft_s < found.e2e_s and found.binding.cause == "answer"
+    assert found.ttft_s is not None and found.ttft_s < found.e2e_s
+    assert seconds(found, "decode") > 0
 
 
 def ask(sock: socket.socket, *, id: str, **body: Any) -> None:
@@ -108,8 +118,10 @@ def test_a_client_that_does_not_read_is_named(tmp_path: Path) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
             sock.connect(("127.0.0.1", made.port))
             ask(sock, prompt="hi", max_tokens=4000, n=4, logprobs=20, id="slow")  # more than buffers take
-            wait_until(lambda: made.stats()["running"] == 0 and made.stats()["steps"] > 1000, limit_s=30)
-            time.sleep(2.0)
+            took_s = wait_until(
+                lambda: made.stats()["running"] == 0 and made.stats()["steps"] > 1000, limit_s=4 * GENEROUS_S
+            )
+            time.sleep(max(2.0, took_s))
             data = read_all(sock)
         assert b"[DONE]" in data
         found = receipt(made, "slow")
@@ -118,23 +130,50 @@ def test_a_client_that_does_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_queue_for_a_slot_is_told_with_whom(made: Server) -> None:
-    threads = [
-        threading.Thread(target=made.complete, args=("endless",), kwargs={"max_tokens": 200, "ignore_eos": True})
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: made.stats()["running"] == 2, limit_s=5)
-    _, answer, _ = made.complete("short", max_tokens=2)
-    for thread in threads:
-        thread.join()
+    holders = [socket.create_connection(("127.0.0.1", made.port)) for _ in range(2)]
+    for place, sock in enumerate(holders):
+        ask(sock, prompt="endless", max_tokens=7000, id=f"holder{place}")
+    wait_until(lambda: made.stats()["running"] == 2, limit_s=GENEROUS_S)
+    answers: list[Any] = []
+    short = threading.Thread(target=lambda: answers.append(made.complete("short", max_tokens=2)))
+    short.start()
+    wait_until(lambda: made.stats()["waiting"] == 1, limit_s=GENEROUS_S)
+    time.sleep(1.0)
+    for sock in holders:
+        sock.close()
+    short.join()
+    _, answer, _ = answers[0]
     found = receipt(made, answer["id"])
     assert found.binding.cause == "slots" and found.binding.blocked_by.startswith("cmpl-")
     assert found.counterfactual is not None and found.counterfactual.says.startswith("with one more slot: TTFT -")
     slowest = made.get("/v1/receipts?slowest=5")[1]["receipts"]
-    assert len(slowest) == 5 and [one["e2e_s"] for one in slowest] == sorted(
-        (o["e2e_s"] for o in slowest), reverse=True
-    )
+    assert 1 <= len(slowest) <= 5
+    assert [one["e2e_s"] for one in slowest] == sorted((one["e2e_s"] for one in slowest), reverse=True)
+
+
+def test_a_grammar_is_told_to_itself_and_to_its_neighbour(made: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Masks that take 60 ms a token: what the device says of them comes through the process border into both receipts."""
+    pytest.importorskip("llguidance")
+    with socket.create_connection(("127.0.0.1", made.port)) as sock:
+        ask(sock, prompt="endless", max_tokens=7000, id="neighbour")
+        wait_until(lambda: made.stats()["running"] == 1, limit_s=GENEROUS_S)
+        asked = {"max_tokens": 20, "ignore_eos": True}
+        status, answer, _ = made.complete("a number", guided_regex="[0-9]{20,30}", **asked)
+        assert status == 200, answer
+        free = made.complete("a number", **asked)[1]
+    slow, beside = receipt(made, answer["id"]), receipt(made, "neighbour")
+    assert seconds(slow, "grammar_masks") > 0.5 * 20 * 0.06 and seconds(slow, "others_grammar") == 0
+    if seconds(slow, "grammar_masks") > 0.5 * slow.e2e_s:  # on a machine that does not do something else meanwhile
+        assert slow.binding.cause == "grammar" and "stood still for masks of its grammar" in slow.binding.says
+        assert slow.counterfactual is not None and slow.counterfactual.change == "a grammar whose masks take no time"
+    assert seconds(beside, "others_grammar") > 0.5 * 20 * 0.06 and seconds(beside, "grammar_masks") == 0
+    assert next(part.blocked_by for part in beside.e2e if part.name == "others_grammar") == slow.sequence
+    assert seconds(receipt(made, free["id"]), "grammar_masks") == 0, "the same answer without a grammar"
+    explain(slow.id, "--url", f"http://127.0.0.1:{made.port}")
+    said = capsys.readouterr().out
+    assert "grammar_masks" in said and "stood still for masks of its grammar" in said
+    explain("--slowest", "10", "--url", f"http://127.0.0.1:{made.port}")
+    assert f"masks of others' grammars ({slow.sequence})" in capsys.readouterr().out
 
 
 def test_a_client_that_leaves_has_a_receipt(made: Server) -> None:
@@ -160,12 +199,13 @@ def test_refusals(made: Server, path: str, status: int, said: str) -> None:
 
 
 def test_explain(made: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    receipt(made, made.complete("short", max_tokens=2)[1]["id"])
     _, answer, _ = made.complete("endless", max_tokens=20, ignore_eos=True)
     receipt(made, answer["id"])
     url = f"http://127.0.0.1:{made.port}"
     explain(answer["id"], "--url", url)
     said = capsys.readouterr().out
-    assert answer["id"] in said and "bound by answer" in said and "█" in said and "computing its answer" in said
+    assert answer["id"] in said and "  bound by " in said and "█" in said and "computing its answer" in said
     explain("--slowest", "2", "--url", url)
     assert capsys.readouterr().out.count("bound by") == 2
     explain(answer["id"], "--url", url, "--json")
@@ -206,7 +246,7 @@ def test_keys_see_their_own_receipts_only(tmp_path: Path) -> None:
 
         _, answer = send("POST", "/v1/completions", "one", {"model": "scripted", "prompt": "hi"})
         path = f"/v1/receipts/{answer['id']}"
-        wait_until(lambda: send("GET", path, "one")[0] == 200, limit_s=5)
+        wait_until(lambda: send("GET", path, "one")[0] == 200, limit_s=GENEROUS_S)
         assert send("GET", path, "two")[0] == 404
         assert send("GET", "/v1/receipts", "two")[1] == {"receipts": []}
         assert len(send("GET", "/v1/receipts", "one")[1]["receipts"]) == 1

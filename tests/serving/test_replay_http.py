@@ -147,27 +147,48 @@ def test_a_redacted_replay_is_like_a_raw_one(recorded: tuple[Path, Path], tmp_pa
     On a real clock, so with room for a machine that is busy; tests/host/test_journal.py has the same without any room.
     """
     raw_place, redacted_place = recorded
-    journal, raw, raw_report = replayed(raw_place, tmp_path)
-    _, redacted, report = replayed(redacted_place, tmp_path)
-    assert not report.errors and not raw_report.errors
-    assert journal.header.redacted is False and report.redacted is True
-    assert [o.prompt_tokens for o in raw] == [o.prompt_tokens for o in redacted]
-    assert [o.output_tokens for o in raw] == [o.output_tokens for o in redacted]
-    for one, other, entry in zip(raw, redacted, journal.entries, strict=True):
-        assert abs(one.at_s - (entry.at - journal.entries[0].at)) < 0.1 and abs(other.at_s - one.at_s) < 0.1
-    rates = [report.recorded.hit_rate, raw_report.replayed.hit_rate, report.replayed.hit_rate]
-    assert None not in rates and min(rates) > 0.3, rates  # type: ignore[type-var]
-    assert max(rates) - min(rates) < 0.06, rates  # type: ignore[operator,type-var]
-    ours, theirs = report.replayed.curve, raw_report.replayed.curve
-    late = [
+    complaints: list[str] = []
+    for _ in range(
+        3
+    ):  # on a shared machine one run in some is disturbed; what does not depend on time is asserted in each
+        journal, raw, raw_report = replayed(raw_place, tmp_path)
+        _, redacted, report = replayed(redacted_place, tmp_path)
+        assert not report.errors and not raw_report.errors
+        assert journal.header.redacted is False and report.redacted is True
+        assert [o.prompt_tokens for o in raw] == [o.prompt_tokens for o in redacted]
+        assert [o.output_tokens for o in raw] == [o.output_tokens for o in redacted]
+        complaints = [*late_ones(journal, raw), *late_ones(journal, redacted), *unlike(report, raw_report)]
+        if not complaints:
+            break
+    assert not complaints
+
+
+def late_ones(journal: Journal, outcomes: list[Outcome]) -> list[str]:
+    """Requests that were not sent at their recorded time."""
+    first = journal.entries[0].at
+    off = [abs(one.at_s - (entry.at - first)) for one, entry in zip(outcomes, journal.entries, strict=True)]
+    return [f"sent {each:.3f} s beside its time" for each in off if each >= 0.1]
+
+
+def unlike(redacted: ReplayReport, raw: ReplayReport) -> list[str]:
+    """In what two replays and the recorded run differ more than chance explains."""
+    found = []
+    rates = [redacted.recorded.hit_rate, raw.replayed.hit_rate, redacted.replayed.hit_rate]
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < 3 or min(known) <= 0.3 or max(known) - min(known) >= 0.06:
+        found.append(f"hit rates {rates}")
+    ours, theirs = redacted.replayed.curve, raw.replayed.curve
+    apart = [
         abs(a - b)
         for place, (a, b) in enumerate(zip(ours.hit_rate, theirs.hit_rate, strict=True))
         if place > 20 and a is not None and b is not None
     ]
-    assert max(late) < 0.1, max(late)
-    mean = [sum(side.waiting) / len(side.waiting) for side in (ours, theirs, report.recorded.curve)]
-    assert min(mean) > 0.5, "there is no queue to compare"
-    assert max(mean) < 1.6 * min(mean), mean
+    if max(apart) >= 0.1:
+        found.append(f"hit rates over time {max(apart)} apart")
+    mean = [sum(side.waiting) / len(side.waiting) for side in (ours, theirs, redacted.recorded.curve)]
+    if min(mean) <= 0.5 or max(mean) >= 1.6 * min(mean):  # there is a queue, and it is the same one
+        found.append(f"waiting in the mean {mean}")
+    return found
 
 
 def test_conversations_find_their_own_answers(recorded: tuple[Path, Path]) -> None:

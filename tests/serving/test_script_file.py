@@ -196,14 +196,25 @@ def test_prompt_logprobs_are_there_for_all_but_the_first_token() -> None:
 
 def test_steps_take_their_time() -> None:
     engine = Scripted(step_ms=5, prompt_token_ms=1, default={"answer": "abcdefghi"})
+    began_s = RealClock().now()
     engine.text("x" * 40)
     took = [step.device_s for step in engine.steps]
     assert took[0] == pytest.approx(0.045) and took[1:] == [pytest.approx(0.005)] * (len(took) - 1)
-    span_s = engine.steps[-1].at_s - engine.steps[0].at_s
-    assert span_s >= 0.95 * 0.005 * (len(took) - 1)
+    assert engine.steps[-1].at_s - began_s >= 0.95 * sum(took)
     slow = Scripted(rules=[{"contains": "slow", "step_ms": 20, "answer": "ab"}])
     slow.text("slow")
     assert all(step.device_s == pytest.approx(0.02) for step in slow.steps)
+
+
+def test_guesses_take_their_time_and_a_mask_needs_a_grammar() -> None:
+    says = {"answer": "abcdefgh", "mask_ms": 50}
+    engine = Scripted(step_ms=1, drafts={"per_row": 3, "accepted": [1], "make_ms": 4}, default=says)
+    assert engine.text("x") == "abcdefgh"
+    guessing = [step for step in engine.steps if step.guessed]
+    assert guessing and all(step.draft_s == pytest.approx(0.004) for step in guessing)
+    assert all(step.device_s == pytest.approx(0.001 + step.draft_s) for step in engine.steps)
+    assert all(step.draft_s == 0 for step in engine.steps if not step.guessed)
+    assert all(step.grammar_s == 0 and not step.grammar_ids for step in engine.steps)
 
 
 def test_faults_at_a_token_and_at_a_step() -> None:
@@ -258,6 +269,8 @@ def test_faults_with_drafts_and_neighbours() -> None:
         ({"default": {"logprobs": [[["a", 0.5]]]}}, "at most 0"),
         ({"drafts": {"per_row": 0, "accepted": [0]}}, "$.drafts.per_row is 0"),
         ({"drafts": {"per_row": 2, "accepted": [3]}}, "$.drafts.accepted must be a list of numbers from 0 to per_row"),
+        ({"drafts": {"per_row": 2, "accepted": [1], "make_ms": -1}}, "$.drafts.make_ms is -1.0; it must be 0 or more"),
+        ({"default": {"mask_ms": -1}}, "$.default.mask_ms is -1.0; it must be 0 or more"),
         ({"faults": [{"do": "die"}]}, "$.faults[0] needs at_step"),
         ({"faults": [{"do": "nan", "at_step": 1}]}, "'nan' is a fault of one answer"),
         ({"faults": [{"do": "stall", "at_step": 1}]}, "'stall' needs seconds over 0"),

@@ -41,6 +41,7 @@ class Backend(Protocol):
         sinks: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        chunked: bool = False,
     ) -> None:
         """Attention of one layer, ops only: q, out [T, H * D]. Arguments as in `Ops.attention`."""
 

@@ -53,6 +53,7 @@ class FreshAttention(PagedAttention):
         sinks: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        chunked: bool = False,
     ) -> None:
         ops: object = self._ops
         ops.attention(  # type: ignore[attr-defined] # `fresh` is the op set cuda's own
@@ -66,5 +67,6 @@ class FreshAttention(PagedAttention):
             sinks=sinks,
             out=out,
             causal=causal,
+            chunked=chunked,
             fresh=True,
         )

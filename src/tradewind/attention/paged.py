@@ -34,7 +34,7 @@ class PagedAttention:
         if group.kind == "latent":
             if not hasattr(self._ops, "latent_attention"):
                 return "has no kernel for latents"
-        elif group.kind not in ("full", "window"):
+        elif group.kind not in ("full", "window", "chunk"):
             return f"keeps keys and values, not {group.kind} states"
         if group.format not in self._formats:
             return f"reads KV as {', '.join(self._formats)}, not {group.format}"
@@ -56,7 +56,9 @@ class PagedAttention:
         sinks: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        chunked: bool = False,
     ) -> None:
         self._ops.attention(
-            q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out, causal=causal
-        )
+            q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out, causal=causal,
+            chunked=chunked,
+        )  # fmt: skip

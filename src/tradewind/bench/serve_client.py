@@ -9,10 +9,11 @@ Knows: HTTP/1.1 with kept connections, events of a stream, both APIs' shapes. Re
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 from urllib.parse import SplitResult
 
@@ -25,6 +26,8 @@ Api = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/chat/completions", "completions": "/completions"}
 LINE_BYTES = 1 << 22
 CONNECT_S = 10.0
+OURS = ("accept", "authorization", "connection", "content-length", "content-type", "host", "transfer-encoding")
+"""Headers that no user may set: we do."""
 
 EXTRAS: tuple[dict[str, Any], ...] = (
     {"ignore_eos": True, "stream_options": {"include_usage": True}, "timing": True},
@@ -138,11 +141,29 @@ class _Kept:
         self.used = False
 
 
+def parse_headers(texts: Iterable[str]) -> list[tuple[str, str]]:
+    """("name", "value") of each "name: value". Raises UserError."""
+    out: list[tuple[str, str]] = []
+    for text in texts:
+        name, colon, value = text.partition(":")
+        name, value = name.strip(), value.strip()
+        if not colon or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+            raise UserError(f"--header {text!r} is no header; write it as in --header 'x-traffic-class: chat'")
+        if not all(" " <= letter <= "~" for letter in value):
+            raise UserError(f"--header {name}: the value has a character that no header can carry; use printable ASCII")
+        if name.lower() in OURS:
+            raise UserError(f"--header {name}: this one is set by the client itself (a key is given with --api-key)")
+        out.append((name, value))
+    return out
+
+
 class Client:
     """Requests to one server. Lives within one asyncio loop; `close` ends its kept connections."""
 
-    def __init__(self, url: str, *, api: Api, key: str | None = None, timeout_s: float = 600.0) -> None:
-        """`url` with or without /v1. Raises UserError for what is no address, or a key that no header can carry."""
+    def __init__(
+        self, url: str, *, api: Api, key: str | None = None, headers: Iterable[str] = (), timeout_s: float = 600.0
+    ) -> None:
+        """`url` with or without /v1; `headers` as "name: value". Raises UserError for what is no address, or what no header can carry."""
         self.shown = url
         self._url: SplitResult = checked_url(url)
         base = self._url.path.rstrip("/")
@@ -152,6 +173,7 @@ class Client:
         if key is not None and not all("!" <= letter <= "~" for letter in key):
             raise UserError("--api-key has a character that no header can carry; use printable ASCII without spaces")
         self._key = key
+        self._headers = parse_headers(headers)
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
         self._idle: list[_Kept] = []
         self.model: str | None = None
@@ -260,6 +282,7 @@ class Client:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._url.netloc.rpartition('@')[2]}", "Accept: */*"]
         if self._key:
             lines.append(f"Authorization: Bearer {self._key}")
+        lines += [f"{name}: {value}" for name, value in self._headers]
         if length is not None:
             lines += ["Content-Type: application/json", f"Content-Length: {length}"]
         return ("\r\n".join(lines) + "\r\n\r\n").encode()

@@ -44,9 +44,9 @@ class KVCache:
         self.prefix_cache = prefix_cache
         self.rules: tuple[GroupRule, ...] = tuple(rule_for(group) for group in groups)
         self.pools = tuple(PagePool(count) for count in pages)
-        self.tree = RadixTree(pools=self.pools, rules=self.rules, full=[group.kind != "window" for group in groups])
+        self.tree = RadixTree(pools=self.pools, rules=self.rules, full=[group.window is None for group in groups])
         self.promised = [0] * len(groups)
-        self.sliding = tuple(index for index, group in enumerate(groups) if group.kind == "window")
+        self.sliding = tuple(index for index, group in enumerate(groups) if group.window is not None)
         """Groups whose pages are dropped while a sequence runs."""
 
     def available(self, group: int) -> int:

@@ -6,6 +6,7 @@ Let n be the next position to compute, P the page size, W the window:
 
       full      reads 0 .. n                  every page counts
       window    reads n - W + 1 .. n          pages wholly before n - W + 1 are dropped
+      chunk     reads n - n % W .. n          pages wholly before n - n % W are dropped, all at once when a chunk ends
 
           |  page 0  |  page 1  |  page 2  |  page 3  |
                            ^ n - W + 1          ^ n
@@ -89,13 +90,26 @@ class WindowRule:
         return min(everything, -(-(self.window - 1 + burst_tokens) // self.page_tokens) + 1)
 
 
+class ChunkRule(WindowRule):
+    """Only tokens since the last multiple of `window` are read, the one being computed among them.
+
+    A page that two chunks share stays for the second one; a prefix that ends where a chunk does needs no page at all.
+    """
+
+    def droppable(self, position: int) -> int:
+        return (position - position % self.window) // self.page_tokens
+
+    def drops_at(self, pages: int) -> int:
+        return -(-pages * self.page_tokens // self.window) * self.window
+
+
 def rule_for(group: KVGroup) -> GroupRule:
     """The rule of a group; raises UserError for a kind that has none yet."""
     if group.kind in ("full", "latent"):
         return FullRule(group.page_tokens)
-    if group.kind == "window":
+    if group.kind in ("window", "chunk"):
         assert group.window is not None and group.window >= 1, f"window group {group.index} has window {group.window}"
-        return WindowRule(group.page_tokens, group.window)
+        return (ChunkRule if group.kind == "chunk" else WindowRule)(group.page_tokens, group.window)
     raise UserError(
         f"layers {group.layers[0]}..{group.layers[-1]} keep '{group.kind}' (recurrent) caches, which this version cannot "
         "schedule: choose a model whose layers keep keys and values"

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from tradewind.config.card_vision import VisionFacts
 from tradewind.contract.request import Pooling
 
 
@@ -37,6 +38,8 @@ class RopeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """YaRN: the bounds between which frequencies are blended are whole indices."""
     rotary_dims: int | None = None
     """None: the whole head."""
+    sections: tuple[int, ...] = ()
+    """Rotated pairs that turn by time, by row and by column of an image's token; empty: all turn by one position."""
 
 
 class MoeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class MoeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A group is as good as the sum of its best `group_top` scores."""
     correction: bool = False
     """A bias for each expert is added to its score where experts are chosen, not where they are weighed (DeepSeek-V3)."""
+    weigh_input: bool = False
+    """Weights are factors on what goes into an expert, not on what comes out (Llama 4)."""
     biases: bool = False
     """Router and experts add biases."""
     shared_intermediate: int = 0
@@ -90,6 +95,14 @@ class LatentFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.rank + self.rope
 
 
+class TemperFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Queries that grow with their position p, by 1 + slope ln(1 + floor((p + 1) / every)): attention over many keys stays as sharp as over
+    few (Nakanishi 2025; Llama 4)."""
+
+    every: int
+    slope: float
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that planning and building need to know about a decoder or a BERT-type encoder."""
 
@@ -113,11 +126,19 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Rope of the windowed layers when it differs (Gemma 3)."""
     layer_windows: tuple[int | None, ...] = ()
     """Per layer: attention window in tokens, None is full attention. Always `layers` long."""
+    windows_restart: bool = False
+    """Windows do not slide but start anew at each multiple of their size (chunked attention, Llama 4)."""
+    layer_ropes: tuple[bool, ...] = ()
+    """Per layer: whether positions turn its queries and keys; empty: in all."""
+    temper: TemperFacts | None = None
+    """How queries of layers without rope grow; None: they do not."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """Each q and k head is normed before rope."""
+    qk_norm_weights: bool = True
+    """These norms have weights. Without any it is the same before rope and after, and layers without rope have none (Llama 4)."""
     qk_norm_whole: bool = False
     """One norm over all q heads together and one over all k heads, instead (OLMo 2)."""
     sandwich_norms: bool = False
@@ -138,6 +159,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """None: keys and values are kept. Otherwise latents are, and `head_dim` is that of a query."""
     moe: MoeFacts | None = None
     """None: every layer's MLP is one of `intermediate`."""
+    vision: VisionFacts | None = None
+    """The tower that makes images into tokens; None: the model reads text alone."""
     weight_bytes: int = 0
     """Bytes of all tensors as they lie in the files."""
     parameters: int = 0

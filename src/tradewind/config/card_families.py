@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from tradewind.config.card import LatentFacts, MoeFacts, RopeFacts
+from tradewind.config.card import LatentFacts, MoeFacts, RopeFacts, TemperFacts
 from tradewind.config.card_parts import every_nth_full, yarn_factor
+from tradewind.config.card_vision import mrope_sections
 from tradewind.config.fields import CardError, Fields, plain_int, shown
 
 
@@ -50,6 +51,10 @@ class HFFamily(msgspec.Struct, frozen=True, kw_only=True):
     """Ways of quantising (`quant_method`) whose tensors this family reads."""
     own_local_rope: bool = False
     """Windowed layers have a rope of their own."""
+    text_of: str = ""
+    """The `model_type` of files that describe such a decoder as the `text_config` of a model that reads more than text; "": none."""
+    vision: bool = False
+    """The file describes an image tower too."""
     omitted: Mapping[str, object] = msgspec.field(default_factory=dict)
     """What published files leave out because it equals the default of their library's configuration class."""
 
@@ -60,6 +65,50 @@ class HFFamily(msgspec.Struct, frozen=True, kw_only=True):
 def llama(fields: Fields, shape: Shape) -> dict[str, Any]:
     """Biases where the file says so."""
     return {**attention_biases(fields), "mlp_bias": fields.flag("mlp_bias", default=False)}
+
+
+def llama4(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Chunks in layers with rope, none in the others, which are full and temper their queries; experts of which one is chosen."""
+    ropes = llama4_ropes(fields, layers=shape.layers)
+    chunk = fields.values.get("attention_chunk_size", 8192)
+    chunk = None if chunk is None else fields.whole("attention_chunk_size", default=8192)
+    kinds = ["full_attention" if chunk is None or not rope else "chunked_attention" for rope in ropes]
+    windows = listed_windows(
+        Fields({"layer_types": kinds, **fields.values}, origin=fields.origin),
+        layers=shape.layers,
+        window=chunk,
+        windowed="chunked_attention",
+    )
+    # The first files have 4 where later ones have true.
+    tempered = fields.values.get("attn_temperature_tuning")
+    if tempered is None or isinstance(tempered, bool) or not plain_int(tempered):
+        tempered = fields.flag("attn_temperature_tuning", default=True)
+    norms = fields.flag("use_qk_norm", default=True)
+    inner = fields.whole("intermediate_size", default=8192)
+    moe = MoeFacts(
+        **experts_and_chosen(fields, ("num_local_experts",), experts=16, per_token=1),
+        intermediate=inner,
+        layers=llama4_mixtures(fields, layers=shape.layers),
+        score="sigmoid",
+        normalised=False,
+        weigh_input=True,
+        shared_intermediate=inner,
+    )
+    return {
+        **attention_biases(fields),
+        "intermediate": fields.whole("intermediate_size_mlp", default=16384),
+        "layer_windows": windows,
+        "windows_restart": True,
+        "layer_ropes": ropes,
+        "temper": TemperFacts(
+            every=fields.whole("floor_scale", default=8192), slope=fields.number("attn_scale", default=0.1)
+        )
+        if tempered
+        else None,
+        "qk_norm": norms,
+        "qk_norm_weights": not norms,
+        "moe": moe if any(moe.layers) else None,
+    }
 
 
 def mistral(fields: Fields, shape: Shape) -> dict[str, Any]:
@@ -94,6 +143,12 @@ def granite(fields: Fields, shape: Shape) -> dict[str, Any]:
 def qwen2(fields: Fields, shape: Shape) -> dict[str, Any]:
     """Biases on q, k, v always."""
     return {"qkv_bias": True, "layer_windows": qwen_windows(fields, shape)}
+
+
+def qwen2_5_vl(fields: Fields, shape: Shape) -> dict[str, Any]:
+    """Qwen 2 whose heads turn by three positions; the tower is read by card_vision."""
+    sections = mrope_sections(fields, pairs=shape.head_dim // 2)
+    return {**qwen2(fields, shape), "rope": msgspec.structs.replace(shape.rope, sections=sections)}
 
 
 def qwen3(fields: Fields, shape: Shape) -> dict[str, Any]:
@@ -220,6 +275,32 @@ def gemma3(fields: Fields, shape: Shape) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- shared parts
 
 
+def llama4_ropes(fields: Fields, *, layers: int) -> tuple[bool, ...]:
+    """`no_rope_layers` lists 1 for a layer with rope; an empty list says every fourth has none, as a missing one does."""
+    listed = fields.values.get("no_rope_layers")
+    if listed is None or (isinstance(listed, list | tuple) and not listed):
+        every = fields.whole("no_rope_layer_interval", default=4)
+        return tuple((index + 1) % every != 0 for index in range(layers))
+    flags = [plain_int(flag) for flag in listed] if isinstance(listed, list | tuple) else []
+    if len(flags) < layers or any(flag not in (0, 1) for flag in flags):
+        raise fields.refuse(
+            "no_rope_layers", f"a list of {layers} numbers, 1 for a layer with rope and 0 for one without"
+        )
+    return tuple(flag == 1 for flag in flags[:layers])
+
+
+def llama4_mixtures(fields: Fields, *, layers: int) -> tuple[bool, ...]:
+    """Layers of `moe_layers`, else every `interleave_moe_layer_step`-th."""
+    listed = fields.values.get("moe_layers")
+    if listed is None:
+        step = fields.whole("interleave_moe_layer_step", default=1)
+        return tuple((index + 1) % step == 0 for index in range(layers))
+    chosen = [plain_int(layer) for layer in listed] if isinstance(listed, list | tuple) else [None]
+    if any(layer is None or not 0 <= layer < layers for layer in chosen):
+        raise fields.refuse("moe_layers", f"a list of layers from 0 to {layers - 1}")
+    return tuple(index in chosen for index in range(layers))
+
+
 def deepseek_attention(fields: Fields, shape: Shape) -> dict[str, Any]:
     """Sizes of latents and heads, and YaRN's growth of attention, which this family keeps in the softmax scale (`mscale_all_dim`)."""
     for field, only in (("attention_bias", False), ("mlp_bias", False), ("rope_interleave", True)):
@@ -332,7 +413,9 @@ def qwen_windows(fields: Fields, shape: Shape) -> tuple[int | None, ...]:
     return tuple(window if index >= first else None for index in range(shape.layers)) if listed is None else listed
 
 
-def listed_windows(fields: Fields, *, layers: int, window: int | None) -> tuple[int | None, ...] | None:
+def listed_windows(
+    fields: Fields, *, layers: int, window: int | None, windowed: str = "sliding_attention"
+) -> tuple[int | None, ...] | None:
     """Windows as `layer_types` lists them; None where it does not."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
@@ -340,13 +423,11 @@ def listed_windows(fields: Fields, *, layers: int, window: int | None) -> tuple[
     if not isinstance(kinds, list | tuple) or len(kinds) != layers:
         raise fields.refuse("layer_types", f"a list of {layers} words, one for each layer")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise CardError(
-                f"{fields.origin}: layer_types has {shown(kind)}; known are full_attention, sliding_attention"
-            )
-    if window is None and "sliding_attention" in kinds:
-        raise CardError(f"{fields.origin}: layer_types has sliding_attention, but the sliding window is off")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        if kind not in ("full_attention", windowed):
+            raise CardError(f"{fields.origin}: layer_types has {shown(kind)}; known are full_attention, {windowed}")
+    if window is None and windowed in kinds:
+        raise CardError(f"{fields.origin}: layer_types has {windowed}, but the window is off")
+    return tuple(window if kind == windowed else None for kind in kinds)
 
 
 def experts_and_chosen(fields: Fields, names: tuple[str, ...], *, experts: int, per_token: int) -> dict[str, Any]:
@@ -406,20 +487,27 @@ HF_FAMILIES: dict[str, HFFamily] = {
     "deepseek_v3": HFFamily(family="deepseek_v3", facts=deepseek_v3, quantised=("fp8",)),
     "gemma2": HFFamily(family="gemma2", facts=gemma2, omitted=GEMMA2_OMITTED, **GEMMA),
     "gemma3_text": HFFamily(
-        family="gemma3", facts=gemma3, omitted=GEMMA3_OMITTED, theta=1e6, own_local_rope=True, **GEMMA
+        family="gemma3", facts=gemma3, omitted=GEMMA3_OMITTED, theta=1e6, own_local_rope=True, text_of="gemma3", **GEMMA
     ),
     "gpt_oss": HFFamily(
         family="gpt_oss", facts=gpt_oss, kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5, quantised=("mxfp4",)
     ),
     "granite": HFFamily(family="granite", facts=granite),
     "llama": HFFamily(family="llama", facts=llama),
+    "llama4_text": HFFamily(
+        family="llama4", facts=llama4, kv_heads=8, head_dim=128, theta=5e5, norm_eps=1e-5, text_of="llama4"
+    ),
     "mistral": HFFamily(family="mistral", facts=mistral, kv_heads=8),
     "mixtral": HFFamily(family="mixtral", facts=mixtral, kv_heads=8, theta=1e6, norm_eps=1e-5),
     "olmo2": HFFamily(family="olmo2", facts=olmo2, norm_eps=1e-5),
     "phi3": HFFamily(family="phi3", facts=phi3, norm_eps=1e-5),
     "qwen2": HFFamily(family="qwen2", facts=qwen2),
+    "qwen2_5_vl": HFFamily(family="qwen2_5_vl", facts=qwen2_5_vl, theta=1e6, norm_eps=1e-5, vision=True),
     "qwen2_moe": HFFamily(family="qwen2_moe", facts=qwen2_moe),
     "qwen3": HFFamily(family="qwen3", facts=qwen3, head_dim=128, quantised=("fp8",)),
     "qwen3_moe": HFFamily(family="qwen3_moe", facts=qwen3_moe, kv_heads=4, quantised=("fp8",)),
 }
 """By `model_type`, sorted."""
+
+TEXT_CONFIGS: dict[str, str] = {row.text_of: name for name, row in HF_FAMILIES.items() if row.text_of}
+"""`model_type` of files that hold more than a decoder -> the `model_type` of the decoder that their `text_config` describes."""

@@ -205,16 +205,25 @@ def llama3_from_factors(
 ) -> RopeFacts:
     """Finds Llama 3's rope scaling in the per-frequency factors that converters store in its place.
 
-    The factors are recomputed from the only published settings (low 1, high 4, original 8192) and compared; others are refused.
+    The factors are recomputed from the only published settings (low 1, high 4, in Llama 4 1; original 8192) and compared; others are
+    refused.
     """
     raw = getattr(tensor, "data", None)
     if raw is None or tensor.format != "F32" or tensor.nbytes != 2 * rotary:
         raise CardError(f"{fields.origin}: rope_freqs.weight must be {rotary // 2} F32 values")
     stored = memoryview(bytes(raw)).cast("f").tolist()
-    rope = RopeFacts(theta=theta, kind="llama3", factor=max(stored), original_max_positions=8192, rotary_dims=dims)
-    expected = llama3_factors(rope, rotary=rotary)
-    if not all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(stored, expected, strict=True)):
-        raise CardError(
-            f"{fields.origin}: the factors in rope_freqs.weight are not those of Llama 3; other ones are not supported"
+    for high in (4.0, 1.0):
+        rope = RopeFacts(
+            theta=theta,
+            kind="llama3",
+            factor=max(stored),
+            original_max_positions=8192,
+            high_freq_factor=high,
+            rotary_dims=dims,
         )
-    return rope
+        expected = llama3_factors(rope, rotary=rotary)
+        if all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(stored, expected, strict=True)):
+            return rope
+    raise CardError(
+        f"{fields.origin}: the factors in rope_freqs.weight are not those of Llama 3; other ones are not supported"
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tradewind.config.card import MoeFacts, RopeFacts
+from tradewind.config.card import MoeFacts, RopeFacts, TemperFacts
 from tradewind.config.card_families import MOST_EXPERTS, Shape
 from tradewind.config.card_parts import Tensors, every_nth_full
 from tradewind.config.fields import Fields
@@ -39,6 +39,32 @@ def llama(fields: Fields, shape: Shape, tensors: Tensors | None) -> dict[str, An
     if fields.whole("expert_count", default=0, low=0):
         facts |= {"family": "mixtral", "moe": experts_of(fields, shape, inner="feed_forward_length", normalised=True)}
     return facts
+
+
+def llama4(fields: Fields, shape: Shape, tensors: Tensors | None) -> dict[str, Any]:
+    """Chunks of 8192, every fourth layer full, without rope and with tempered queries, unless the file states a window of 0; no key says
+    any of it. Norms of q and k in all published sizes but that of 128 experts."""
+    window = fields.whole("attention.sliding_window", default=LLAMA4_CHUNK, low=0)
+    if window not in (0, LLAMA4_CHUNK):
+        raise fields.refuse("attention.sliding_window", f"{LLAMA4_CHUNK}, or 0 where all layers are full")
+    ropes = tuple(not window or (index + 1) % 4 != 0 for index in range(shape.layers))
+    step = fields.whole("interleave_moe_layer_step", default=1)
+    moe = experts_of(fields, shape, inner="expert_feed_forward_length", normalised=False)
+    return {
+        "layer_windows": tuple(window if window and rope else None for rope in ropes),
+        "windows_restart": True,
+        "layer_ropes": ropes,
+        "temper": TemperFacts(every=8192, slope=0.1) if window else None,
+        "qk_norm": moe.experts != 128,
+        "qk_norm_weights": moe.experts == 128,
+        "moe": msgspec.structs.replace(
+            moe,
+            layers=tuple((index + 1) % step == 0 for index in range(shape.layers)),
+            score="sigmoid",
+            weigh_input=True,
+            shared_intermediate=moe.intermediate,
+        ),
+    }
 
 
 def qwen2(fields: Fields, shape: Shape, tensors: Tensors | None) -> dict[str, Any]:
@@ -157,11 +183,14 @@ def windows_by_pattern(fields: Fields, *, layers: int, window: int) -> tuple[int
     return tuple(window if flag else None for flag in flags)
 
 
+LLAMA4_CHUNK = 8192
+
 GGUF_FAMILIES: dict[str, GGUFFamily] = {
     "gemma2": GGUFFamily(family="gemma2", facts=gemma2, tied=True),
     "gemma3": GGUFFamily(family="gemma3", facts=gemma3, tied=True, theta=1e6),
     "granite": GGUFFamily(family="granite", facts=granite),
     "llama": GGUFFamily(family="llama", facts=llama),
+    "llama4": GGUFFamily(family="llama4", facts=llama4, theta=5e5, turn_ends=("<|eot|>", "<|eom|>")),
     "olmo2": GGUFFamily(family="olmo2", facts=olmo2),
     "phi3": GGUFFamily(family="phi3", facts=phi3, turn_ends=("<|end|>", "<|im_end|>")),
     "qwen2": GGUFFamily(family="qwen2", facts=qwen2, qkv_bias=True),

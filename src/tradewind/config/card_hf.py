@@ -14,9 +14,10 @@ import msgspec
 
 from tradewind.config.card import ModelCard
 from tradewind.config.card_encoder import card_from_bert, sentence_facts
-from tradewind.config.card_families import HF_FAMILIES, HFFamily, Shape
+from tradewind.config.card_families import HF_FAMILIES, TEXT_CONFIGS, HFFamily, Shape
 from tradewind.config.card_parts import FAMILIES, Tensors, check_heads, with_weights
 from tradewind.config.card_rope import hf_ropes
+from tradewind.config.card_vision import vision_facts
 from tradewind.config.fields import CardError, Fields, shown
 
 HF_FORMATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -29,14 +30,18 @@ def card_from_hf(
     tensors: Tensors | None = None,
     generation_config: Mapping[str, Any] | None = None,
     sentence: Mapping[str, Any] | None = None,
+    preprocessor: Mapping[str, Any] | None = None,
 ) -> ModelCard:
     """Reads a `config.json`; changes nothing. Raises CardError naming the field.
 
     tensors: name -> facts, for the bytes on disk; without them they are computed from the shapes and the stated dtype.
     generation_config: content of `generation_config.json`, whose end-of-text ids count too.
     sentence: the files that sentence-transformers adds, see `card_encoder.sentence_facts`.
+    preprocessor: content of `preprocessor_config.json`, for models that read images.
     """
-    card = _plain_card(config, name=name, tensors=tensors, generation_config=generation_config)
+    card = _plain_card(
+        config, name=name, tensors=tensors, generation_config=generation_config, preprocessor=preprocessor
+    )
     return msgspec.structs.replace(card, **sentence_facts(card, sentence)) if sentence else card
 
 
@@ -46,6 +51,7 @@ def _plain_card(
     name: str,
     tensors: Tensors | None,
     generation_config: Mapping[str, Any] | None,
+    preprocessor: Mapping[str, Any] | None,
 ) -> ModelCard:
     """The card without what sentence-transformers adds."""
     if not isinstance(config, Mapping):
@@ -118,6 +124,7 @@ def _plain_card(
         rope_local=rope_local,
         bos_id=bos[0] if bos else None,
         eos_ids=tuple(dict.fromkeys(eos)),
+        vision=vision_facts(outer, hidden=hidden, preprocessor=preprocessor) if row.vision else None,
         **{**shared, **own},
     )
     return with_weights(card, tensors=tensors, assumed=assumed)
@@ -132,15 +139,18 @@ def hf_family(outer: Fields) -> tuple[Fields, HFFamily | None]:
     if model_type == "bert":
         return outer, None
     inner = outer
-    if model_type == "gemma3":
-        # The vision-and-text model; its decoder is a Gemma 3 text model.
+    if model_type in TEXT_CONFIGS:
+        # A vision-and-text model, whose decoder is one of ours.
         text = outer.mapping("text_config")
         if text is None:
             raise outer.refuse("text_config", "an object that describes the text decoder")
-        inner, model_type = text, "gemma3_text"
+        inner, model_type = text, TEXT_CONFIGS[model_type]
     row = HF_FAMILIES.get(model_type)
+    if row is not None and row.vision:
+        # Old files describe the decoder beside the tower, new ones in an object of its own.
+        inner = outer.mapping("text_config") or outer
     if row is None:
-        known = ", ".join(sorted([*HF_FAMILIES, "bert", "gemma3"]))
+        known = ", ".join(sorted([*HF_FAMILIES, *TEXT_CONFIGS, "bert"]))
         raise CardError(f"{outer.origin}: model_type '{shown(model_type)[1:-1]}' is not supported; known are {known}")
     if row.omitted:
         given = {key: value for key, value in inner.values.items() if value is not None or key not in row.omitted}

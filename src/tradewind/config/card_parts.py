@@ -23,11 +23,13 @@ FAMILIES: dict[str, str] = {
     "gpt_oss": "gpt-oss",
     "granite": "Granite 3",
     "llama": "Llama 2 and 3, SmolLM2",
+    "llama4": "Llama 4",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
     "olmo2": "OLMo 2",
     "phi3": "Phi 3 and 4",
     "qwen2": "Qwen 2 and 2.5",
+    "qwen2_5_vl": "Qwen 2.5 VL, which reads images",
     "qwen2_moe": "Qwen 1.5 and 2 with experts",
     "qwen3": "Qwen 3",
     "qwen3_moe": "Qwen 3 with experts",
@@ -127,7 +129,8 @@ def count_parameters(card: ModelCard) -> int:
     if not card.causal:
         tables = (card.vocab_size + card.position_rows + card.token_types + 2) * card.hidden  # the norm's two rows too
         return tables + matrices + card.layers * (card.intermediate + 9 * card.hidden)
-    norms = card.hidden * (4 if card.sandwich_norms else 2) + (2 * card.head_dim if card.qk_norm else 0)
+    norms = card.hidden * (4 if card.sandwich_norms else 2)
+    norms += 2 * card.head_dim if card.qk_norm and card.qk_norm_weights else 0
     norms += card.latent.rank + card.latent.query_rank if card.latent is not None else 0
     norms += (card.heads + card.kv_heads) * card.head_dim * card.qk_norm_whole
     biases = (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias + card.hidden * card.output_bias
@@ -138,7 +141,8 @@ def count_parameters(card: ModelCard) -> int:
         each = card.moe.correction + (1 + 2 * card.moe.intermediate + card.hidden) * card.moe.biases
         moe_vectors = sum(card.moe.layers) * card.moe.experts * each
     tables = card.vocab_size * card.hidden * (1 if card.tied_embeddings else 2)
-    return tables + matrices + card.layers * (norms + biases) + moe_vectors + card.hidden
+    tower = card.vision.parameters if card.vision is not None else 0
+    return tables + matrices + card.layers * (norms + biases) + moe_vectors + card.hidden + tower
 
 
 def every_nth_full(layers: int, *, window: int | None, pattern: int) -> tuple[int | None, ...]:
@@ -157,7 +161,8 @@ def llama3_factors(rope: RopeFacts, *, rotary: int) -> list[float]:
     factors = []
     for index in range(rotary // 2):
         turns = original / (2 * math.pi * rope.theta ** (2 * index / rotary))
-        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        width = rope.high_freq_factor - rope.low_freq_factor
+        smooth = (turns - rope.low_freq_factor) / width if width else float(turns >= rope.low_freq_factor)
         smooth = min(max(smooth, 0.0), 1.0)
         factors.append(1.0 / ((1.0 - smooth) / rope.factor + smooth))
     return factors

@@ -66,15 +66,15 @@ def rope_from_hf(
         )
     rotary = None if dims == head_dim else dims
     kind = source.word("rope_type", default=source.word("type", default="default"))
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "mrope"):  # the sections of mrope are read by the family that has them
         return RopeFacts(theta=theta, rotary_dims=rotary)
     if kind == "linear":
         return RopeFacts(theta=theta, kind="linear", factor=source.number("factor"), rotary_dims=rotary)
     original = source.whole("original_max_position_embeddings", default=original)
     if kind == "llama3":
         low, high = source.number("low_freq_factor"), source.number("high_freq_factor")
-        if low >= high:
-            raise source.refuse("low_freq_factor", f"under high_freq_factor, {high:g}")
+        if low > high:
+            raise source.refuse("low_freq_factor", f"at most high_freq_factor, {high:g}")
         return RopeFacts(
             theta=theta,
             kind="llama3",

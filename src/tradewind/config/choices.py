@@ -40,6 +40,10 @@ LIMITS: dict[str, tuple[int, int]] = {
 # ------------------------------------------------------------------------------------------------------- range of goals
 
 
+MOST_ADAPTERS, MOST_RANK = 1024, 512
+"""Adapters at once and the rank of one that can be asked for."""
+
+
 def check_goals(goals: Goals) -> None:
     """Raises UserError naming the first goal that is out of range."""
     if goals.scenario not in HABITS:
@@ -56,6 +60,13 @@ def check_goals(goals: Goals) -> None:
         value = getattr(goals.means, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high):
             raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    if goals.adapters is not None:
+        for name, value, most in (
+            ("slots", goals.adapters.slots, MOST_ADAPTERS),
+            ("rank", goals.adapters.rank, MOST_RANK),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise UserError(f"adapter {name} is {value!r}; it must be a whole number from 1 to {most}")
     check_classes(goals)
     for name, known in WORDS.items():
         value = getattr(goals.means, name)
@@ -98,6 +109,11 @@ def check_classes(goals: Goals) -> None:
                 f"compute {goals.means.compute} is pinned and costs about {price:g} % of perplexity, but the quality budget is "
                 f"{loss:g} %: raise the budget to {price:g} % or leave compute out"
             )
+        if goals.means.degrade == "full" and not loss:
+            raise UserError(
+                "degrade full refuses requests and shortens answers under overload, but quality_loss_percent is 0 (lossless): "
+                "state a quality budget over 0 or use degrade lossless"
+            )
 
 
 QUALITY_LOSS_PERCENT: dict[str, float] = {"int8": 0.5}
@@ -105,8 +121,13 @@ QUALITY_LOSS_PERCENT: dict[str, float] = {"int8": 0.5}
 that could be seen."""
 
 
-def typical_tokens(goals: Goals) -> int | None:
-    """Tokens of a typical request, in the mean of the classes by their shares; None where no classes are stated."""
+HEADROOM = 1.5
+"""Pages are sized for requests so many times as long as a typical one: lengths scatter. Without it 600 requests of 320 tokens, log-normal
+with sigma 0.5, on 128 slots were preempted 84 times, at 4 % of the throughput (simulated); with 1.4 none was."""
+
+
+def expected_tokens(goals: Goals) -> int | None:
+    """Tokens that pages are sized for: a typical request's, the mean of the classes by share, with HEADROOM; None without classes."""
     if not goals.classes:
         return None
     left = max(0.0, 1.0 - sum(one.share or 0.0 for one in goals.classes))
@@ -114,7 +135,7 @@ def typical_tokens(goals: Goals) -> int | None:
     shares = [left / unstated if one.share is None else one.share for one in goals.classes]
     lengths = [one.prompt_tokens + one.output_tokens for one in goals.classes]
     mean = sum(share * length for share, length in zip(shares, lengths, strict=True)) / (sum(shares) or 1.0)
-    return max(1, round(mean))
+    return max(1, round(HEADROOM * mean))
 
 
 def numerics_scenario(goals: Goals) -> str:
@@ -139,6 +160,7 @@ def quality_reasons(goals: Goals, *, compute: Compute) -> tuple[Reason, ...]:
 WORDS: dict[str, tuple[str, ...]] = {
     "backend": ("cpu", "cuda", "plain"),
     "compute": ("bf16", "f32", "int16", "int8"),
+    "degrade": ("full", "lossless", "off"),
     "kv_format": ("bf16", "f16", "f32", "fp8"),
     "load_format": ("auto", "dummy"),
     "policy": ("arrival", "fair", "length", "priority", "slo"),

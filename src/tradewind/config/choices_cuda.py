@@ -30,6 +30,8 @@ def why_unable(card: ModelCard) -> str | None:
     """What a model needs and the cuda op set does not have; None when it can compute it."""
     if card.latent is not None:
         return "its attention keeps latents, and there is no GPU kernel for these yet"
+    if card.vision is not None:
+        return "images are not served on the cuda backend yet"
     return None
 
 

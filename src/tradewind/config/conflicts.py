@@ -30,6 +30,7 @@ WORDS = {
     "memory_limit_bytes": ("memory_limit", "--memory-limit", "memory limit"),
     "ttft_ms": ("ttft_ms", "target ttft"),
     "tpot_ms": ("tpot_ms", "target tpot"),
+    "adapters": ("adapters", "--adapter", "--adapter-slots"),
 }
 """How a reason names what was asked for, where it is not by the field's own name."""
 
@@ -74,8 +75,8 @@ def explained(error: UserError, goals: Goals, decide: Decide) -> UserError:
         said = f"{said.rstrip('.')}. What cannot be had together: {first.shown()}."
     for conflict, _ in found[1:]:
         if conflict.asked:
-            named = all(names(conflict.reason, name) for name in conflict.fields)
             reason = conflict.reason.partition(" Use ")[0]  # advice for one conflict was not tried beside another
+            named = all(names(reason, name) for name in conflict.fields)
             besides = reason if named else f"{conflict.shown()}: {reason}"
             said = f"{said.rstrip('.')}. Besides, {besides}"
     return error if said == str(error) else _same_kind(error, said)

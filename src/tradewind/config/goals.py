@@ -12,6 +12,9 @@ import msgspec
 
 Scenario = Literal["latency", "throughput", "memory", "balanced"]
 PolicyName = Literal["arrival", "fair", "length", "priority", "slo"]
+DegradeName = Literal["full", "lossless", "off"]
+"""What is given up under overload: nothing; what changes no answer (guesses, room for prompts, starts of other classes); also the lowest
+class, which is refused, and the length of the others' answers."""
 Late = Literal["demote", "refuse", "serve"]
 """What becomes of a request that can no longer meet its TTFT target: it goes behind those that can, is refused when it comes, or stays."""
 
@@ -31,6 +34,10 @@ class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_tokens_per_step: int | None = None
     max_running: int | None = None
     policy: PolicyName | None = None
+    degrade: DegradeName | None = None
+    """How far the ladder goes that keeps the targets of the highest class under overload."""
+    fit_steps: bool | None = None
+    """Fit step times to the steps that run, and pace by them where the policy paces."""
     prefix_cache: bool | None = None
     overlap: bool | None = None
     """Decide step N + 1 while step N runs."""
@@ -72,6 +79,16 @@ class TrafficClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     output_tokens: int = 128
 
 
+class AdapterRoom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Room for low-rank adapters (LoRA) beside the model: how many may run at once, and the largest rank of one."""
+
+    slots: int = 8
+    rank: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.slots} of rank {self.rank}"
+
+
 class Goals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is wanted of one engine."""
 
@@ -92,4 +109,6 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Weight of each tenant; who is not named has 1."""
     requests_per_s: float | None = None
     """Expected rate of all classes together."""
+    adapters: AdapterRoom | None = None
+    """None: the model alone is served."""
     means: Means = Means()

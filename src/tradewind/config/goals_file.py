@@ -24,14 +24,26 @@ from typing import Any, get_args
 import msgspec
 
 from tradewind.config.choices import check_goals
-from tradewind.config.goals import Goals, Late, Match, Means, Scenario, TrafficClass
+from tradewind.config.goals import AdapterRoom, Goals, Late, Match, Means, Scenario, TrafficClass
 from tradewind.config.sizes import parse_bytes
 from tradewind.contract.errors import UserError
 
 TIME_UNITS_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4}
-TOP = ("class", "hardware", "max_context", "means", "model", "quality", "requests_per_s", "scenario", "tenants")
+TOP = (
+    "adapters",
+    "class",
+    "hardware",
+    "max_context",
+    "means",
+    "model",
+    "quality",
+    "requests_per_s",
+    "scenario",
+    "tenants",
+)
 CLASS = ("e2e", "late", "match", "name", "output_tokens", "prompt_tokens", "share", "tpot", "ttft")
 MATCH = ("header", "key", "model", "priority", "tenant")
+ADAPTERS = ("rank", "slots")
 HARDWARE = ("device", "memory", "threads")
 MEANS = tuple(sorted(Means.__struct_fields__))
 MOST_BYTES = 1 << 20
@@ -99,6 +111,7 @@ class _Reader:
             classes=classes,
             tenants=self._tenants(table),
             requests_per_s=self._number((), table, "requests_per_s", None),
+            adapters=self._adapters(table),
             means=self._means(table, hardware),
         )
         try:
@@ -171,6 +184,17 @@ class _Reader:
         own = self._table((), table, "tenants")
         out = {name: self._number(("tenants",), own, name, MISSING) for name in own}
         return {str(name): float(value) for name, value in out.items() if value is not None}
+
+    def _adapters(self, table: Mapping[str, Any]) -> AdapterRoom | None:
+        own = self._table((), table, "adapters")
+        self._check_words(("adapters",), own, ADAPTERS)
+        usual = AdapterRoom()
+        if not own:
+            return None
+        return AdapterRoom(
+            slots=self._whole(("adapters",), own, "slots", usual.slots),
+            rank=self._whole(("adapters",), own, "rank", usual.rank),
+        )
 
     def _quality(self, table: Mapping[str, Any]) -> float:
         value = table.get("quality", "lossless")

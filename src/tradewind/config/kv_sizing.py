@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tradewind.config.card import ModelCard
-from tradewind.contract.kv import KVFormat, KVGroup
+from tradewind.contract.kv import KVFormat, KVGroup, KVKind
 
 SPARE_PAGES = 2
 """The null page, and one more for a copy-on-write while a sequence fills all others."""
@@ -38,6 +38,7 @@ class Pools:
 
 def groups_of(card: ModelCard, *, page_tokens: int, format: KVFormat) -> tuple[KVGroup, ...]:
     """Full layers first, then one group per window size; of a model with latents, one group of them."""
+    windowed: KVKind = "chunk" if card.windows_restart else "window"
     windows = sorted({window for window in card.layer_windows if window is not None})
     kinds: list[int | None] = [None, *windows]
     groups: list[KVGroup] = []
@@ -48,7 +49,7 @@ def groups_of(card: ModelCard, *, page_tokens: int, format: KVFormat) -> tuple[K
             groups.append(
                 KVGroup(
                     index=len(groups),
-                    kind="latent" if latent is not None else "full" if window is None else "window",
+                    kind="latent" if latent is not None else "full" if window is None else windowed,
                     layers=layers,
                     kv_heads=card.kv_heads if latent is None else 1,
                     head_dim=card.head_dim if latent is None else latent.width,

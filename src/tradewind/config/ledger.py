@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tradewind.config import ledger_cuda
+from tradewind.config import choices_images, ledger_adapters, ledger_cuda
 from tradewind.config.card import ModelCard
 from tradewind.config.card_parts import active_parameters, mlp_matrices
+from tradewind.config.goals import AdapterRoom
 from tradewind.config.plan import LedgerLine
 from tradewind.config.sizes import MiB
 from tradewind.contract.kv import KVGroup
@@ -75,6 +76,7 @@ class Shape:
     page_tokens: int
     kv_groups: int = 1
     graphs: bool = False
+    adapters: AdapterRoom | None = None
 
 
 def is_quantised(name: str) -> bool:
@@ -103,7 +105,12 @@ def matmul_parameters(card: ModelCard) -> int:
     if card.moe is not None:
         return active_parameters(card)
     tables = card.vocab_size * card.hidden * (1 if card.tied_embeddings else 2)
-    return max(1, card.parameters - tables)
+    return max(1, card.parameters - tables - tower_parameters(card))
+
+
+def tower_parameters(card: ModelCard) -> int:
+    """Of the image tower, which has a line of its own."""
+    return 0 if card.vision is None else card.vision.parameters
 
 
 def matmul_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
@@ -113,7 +120,10 @@ def matmul_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
     total = 0.0
     for name, count in card.weight_formats.items():
         rows_only = 0 if card.tied_embeddings or name != card.embedding_format else card.vocab_size * card.hidden
-        total += max(0, count - rows_only) * bits_in_memory(name, compute=compute, quantization=quantization) / 8
+        tower = tower_parameters(card) if name == card.embedding_format else 0
+        total += (
+            max(0, count - rows_only - tower) * bits_in_memory(name, compute=compute, quantization=quantization) / 8
+        )
     return int(total)
 
 
@@ -142,6 +152,25 @@ def workspace_bytes(card: ModelCard, *, max_tokens: int) -> int:
 
 def fixed_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
     """Everything but the pages."""
+    return (*_model_lines(card, shape), *_image_lines(card, shape), *_adapter_lines(card, shape))
+
+
+def _image_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
+    """The tower and its memory, where the model reads images."""
+    return choices_images.image_lines(
+        card, max_context=shape.max_context, max_tokens_per_step=shape.max_tokens_per_step, compute=shape.compute
+    )
+
+
+def _adapter_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
+    """The banks, where adapters are asked for."""
+    if shape.adapters is None:
+        return ()
+    exact = shape.backend == "plain" or (shape.backend == "cpu" and shape.compute == "f32")
+    return (ledger_adapters.line(card, shape.adapters, exact=exact, max_tokens=shape.max_tokens_per_step),)
+
+
+def _model_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
     if shape.backend == "cuda":
         sizes = ledger_cuda.Sizes(
             quantization=shape.quantization,
@@ -190,7 +219,7 @@ def fixed_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
 
 def kv_line(group: KVGroup, *, pages: int, at_start: bool = False) -> LedgerLine:
     """The line of one pool. at_start: all of it is taken at start, as on a GPU."""
-    kind = f"window {group.window}" if group.kind == "window" else group.kind
+    kind = group.kind if group.window is None else f"{group.kind} {group.window}"
     kept = f"{group.head_dim}" if group.kind == "latent" else f"2 x {group.kv_heads} heads x {group.head_dim}"
     when = "taken at start" if at_start else "a page costs memory from its first use on"
     return LedgerLine(

@@ -35,7 +35,7 @@ SAMPLER_CANDIDATES = 1024
 """Candidates kept for each row (CANDIDATES)."""
 
 BIASES_EACH = 512
-"""Biases and banned tokens a row has room for, 8 bytes each (runner/graph_runner.py: BIASES_EACH)."""
+"""Biases and banned tokens a row has room for, 8 bytes each (runner/steering.py: BIASES_EACH)."""
 
 FEW_ROWS_PARTS, MANY_ROWS_SPLITS = 128, 4
 """Split attention: most (rows x splits) of steps up to 16 rows, and most splits of larger ones (kernels/triton/tuning.py: decode)."""

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tradewind.config.card import ModelCard
-from tradewind.config.goals import Late, PolicyName
+from tradewind.config.goals import AdapterRoom, DegradeName, Late, PolicyName
 from tradewind.config.hardware import Hardware
 from tradewind.contract.kv import KVFormat, KVGroup
 
@@ -64,6 +64,27 @@ class StepCostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """For each token that a row reads from the cache."""
 
 
+class DegradePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be given up under overload; the ladder itself is `engine.degrade`."""
+
+    far: DegradeName
+    """lossless: no answer changes, some wait; full: the lowest class is refused and answers are shortened, too."""
+    ttft_s: float | None = None
+    """The target of a request of no class; None: it has none."""
+    tpot_s: float | None = None
+
+
+class ImagePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of what the image tower does, in tokens of images."""
+
+    largest: int
+    """Of one image; larger ones are made smaller."""
+    tokens_per_step: int
+    """Encoded in one step, unless one image alone is larger."""
+    cache_tokens: int
+    """Whose features are kept."""
+
+
 class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a step and the queue's order."""
 
@@ -88,6 +109,12 @@ class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Under `slo`, a request behind those with targets that waited longer than this gets each fourth start."""
     step_cost: StepCostPlan | None = None
     """What `slo` paces steps with where nobody hands it better times; it is corrected by what steps take."""
+    fit_steps: bool = False
+    """Better times are fitted to the steps that run."""
+    degrade: DegradePlan | None = None
+    """None: nothing is given up under overload."""
+    images: ImagePlan | None = None
+    """None: the model reads no images."""
 
 
 class NumericsPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,5 +144,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     numerics: NumericsPlan
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: weights are drawn at random, and the file's tensors are not read."""
+    adapters: AdapterRoom | None = None
+    """None: no adapter can be asked for."""
     ledger: tuple[LedgerLine, ...]
     reasons: tuple[Reason, ...]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from tradewind.config.card import ModelCard
 from tradewind.config.goals import Goals
 from tradewind.config.kv_sizing import Sizing, groups_of, pool_bytes
@@ -100,6 +102,7 @@ def refuse_memory(attempt: Attempt) -> LimitError:
         )
         settings = [fitting_context(attempt, below=context), smaller_kv(attempt, context=context)]
         short, last = need - limit, ""
+    settings.insert(0, fewer_adapters(attempt, context=context))
     settings += [larger_limit(attempt, context=context, room=1.0), larger_limit(attempt, context=wanted, room=1.25)]
     usable = list(dict.fromkeys(setting for setting in settings if setting))[:2]
     advice = (
@@ -117,10 +120,14 @@ def machine(attempt: Attempt) -> str:
 
 
 def largest(attempt: Attempt, lines: tuple[LedgerLine, ...]) -> str:
-    """On a GPU the two largest entries beside the weights, in brackets; there they are taken at start, whatever is asked later."""
-    if attempt.shape.backend != "cuda":
+    """On a GPU the two largest entries beside the weights, in brackets; there they are taken at start, whatever is asked later. On a CPU
+    adapters, which somebody asked for."""
+    if attempt.shape.backend == "cuda":
+        others = sorted((line for line in lines if line.name != "weights"), key=lambda line: -line.bytes)[:2]
+    else:
+        others = [line for line in lines if line.name == "adapters"]
+    if not others:
         return ""
-    others = sorted((line for line in lines if line.name != "weights"), key=lambda line: -line.bytes)[:2]
     return f" ({', '.join(f'{line.name} {show_bytes(line.bytes)}' for line in others)})"
 
 
@@ -128,6 +135,22 @@ def larger_limit(attempt: Attempt, *, context: int, room: float) -> str | None:
     """A limit with which the context fits, if this machine has it."""
     need = int(attempt.need(context=context) * room)
     return f"--memory-limit {option_bytes(need)} (context {context})" if need + MiB <= attempt.machine_bytes else None
+
+
+def fewer_adapters(attempt: Attempt, *, context: int) -> str | None:
+    """The most adapters at once with which it fits, if there are any and fewer help."""
+    room = attempt.shape.adapters
+    if room is None:
+        return None
+    fits, over = 0, room.slots
+    while over - fits > 1:
+        middle = (fits + over) // 2
+        shape = replace(attempt.shape, adapters=msgspec.structs.replace(room, slots=middle))
+        if replace(attempt, shape=shape).need(context=context) <= attempt.limit:
+            fits = middle
+        else:
+            over = middle
+    return f"--adapter-slots {fits}" if fits else None
 
 
 def fitting_context(attempt: Attempt, *, below: int) -> str | None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tradewind.config import choices, ledger
+from tradewind.config import choices, choices_overload, ledger
 from tradewind.config.card import ModelCard
+from tradewind.config.choices_images import image_plan, image_reasons
 from tradewind.config.conflicts import explained
 from tradewind.config.goals import Goals, Means
 from tradewind.config.habits import Habits, habits_of
@@ -60,9 +61,9 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     means = goals.means
     backend, why_backend = choices.choose_backend(means, card=card, hardware=hardware, missing=missing)
     habits = habits_of(goals.scenario, backend=backend)
-    typical = choices.typical_tokens(goals)
-    if typical is not None:
-        habits = replace(habits, tokens_each=typical)
+    expected = choices.expected_tokens(goals)
+    if expected is not None:
+        habits = replace(habits, tokens_each=expected)
     numerics = choices.numerics_scenario(goals)
     quantization, why_quantization = choices.choose_quantization(
         means, card=card, hardware=hardware, scenario=numerics, backend=backend
@@ -85,6 +86,8 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         weights=bool(goals.tenants),
         priorities=any(one.match.priority is not None for one in goals.classes),
     )
+    degrade, why_degrade = choices_overload.choose_degrade(goals)
+    fit_steps, why_fit = choices_overload.choose_fit_steps(means, policy=policy)
     prefix_cache, why_prefix = choices.choose_prefix_cache(means, card=card)
     limit, why_limit = choices.choose_limit(goals, hardware=hardware)
     wanted_context = choices.choose_wanted_context(goals, card=card)
@@ -108,6 +111,7 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         page_tokens=page_tokens,
         kv_groups=len(groups_of(card, page_tokens=page_tokens, format=kv_format)),
         graphs=graphs,
+        adapters=goals.adapters,
     )
     attempt = Attempt(
         goals=goals,
@@ -122,6 +126,7 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     if found is None:
         raise refuse_memory(attempt)
     shape, pools = found
+    images = image_plan(card, max_context=shape.max_context, max_tokens_per_step=shape.max_tokens_per_step)
     cut = f"cut from {step}: memory is short" if shape.max_tokens_per_step < step else ""
     cut_running = f"cut from {running}: memory is short" if shape.max_running < running else ""
 
@@ -137,6 +142,8 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         amended(why_step, value=str(shape.max_tokens_per_step), note=cut),
         amended(why_running, value=str(shape.max_running), note=cut_running),
         why_policy,
+        why_degrade,
+        why_fit,
         *choices.quality_reasons(goals, compute=compute),
         why_prefix,
         why_overlap,
@@ -145,6 +152,8 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         why_threads,
         why_deterministic,
         why_load,
+        *image_reasons(card, images),
+        *adapter_reasons(goals),
         *target_reasons(goals, card=card, hardware=hardware, shape=shape),
     )
     lines = (
@@ -173,6 +182,9 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             classes=classes,
             tenant_weights=goals.tenants,
             step_cost=step_cost(card, hardware, shape=shape, groups=pools.groups) if policy == "slo" else None,
+            fit_steps=fit_steps,
+            degrade=degrade,
+            images=images,
         ),
         numerics=NumericsPlan(
             backend=backend,
@@ -185,6 +197,7 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             graphs=graphs,
         ),
         load_format=load_format,
+        adapters=goals.adapters,
         ledger=lines,
         reasons=reasons,
     )
@@ -295,6 +308,14 @@ def target_reasons(goals: Goals, *, card: ModelCard, hardware: Hardware, shape: 
         why = f"by {choices.matmul_speed_words(hardware)} a prompt of about {tokens} tokens is computed in that time on an idle engine"
         found.append(Reason(choice="target ttft", value=f"{goals.ttft_ms:g} ms", why=why, pinned=True))
     return tuple(found)
+
+
+def adapter_reasons(goals: Goals) -> tuple[Reason, ...]:
+    """Room for adapters, where it is asked for."""
+    if goals.adapters is None:
+        return ()
+    why = "as asked; more take turns, the longest unused giving way"
+    return (Reason(choice="adapters", value=str(goals.adapters), why=why, pinned=True),)
 
 
 def amended(reason: Reason, *, value: str, note: str) -> Reason:

@@ -47,6 +47,10 @@ CPU_RUN = "2026-11-30, 2 cores of a Zen 5 EPYC, SmolLM2"
 GPU_RUN = "2026-11-30, one H200"
 """Where the figures of the GPU techniques were measured, weights at random (docs/performance.md, benchmarks/results/kernels-h200.md)."""
 
+SIMULATED = "simulated 2026-11-30, chat beside bulk at 0.8, 1.2 and 2 times what can be served"
+"""Where figures of schedule techniques are from that no run has measured yet: 200 requests, made-up step times, no noise
+(tests/host/test_overload.py has traffic and times; 2, 3 and 5 requests/s)."""
+
 TECHNIQUES: dict[str, Technique] = {
     "batch_invariant": Technique(
         layer="compute",
@@ -109,6 +113,36 @@ TECHNIQUES: dict[str, Technique] = {
         metric="StepResult.host_s; decode tokens per second with --no-graphs",
         test="tests/gpu/test_triton_gpu.py::test_one_graph_serves_other_lengths_and_fewer_rows",
     ),
+    "degrade_ladder": Technique(
+        layer="schedule",
+        switch="means.degrade (lossless; off)",
+        helps="attainment of the highest class under overload: guesses, room for prompts and starts of others give way to it",
+        hurts="the other classes: their prompts take more steps, half of the slots are kept from them",
+        prerequisites=("classes with targets of which one is above the others, or priorities",),
+        conflicts=("degrade_refusal",),
+        goals_helped=("tpot", "ttft"),
+        goals_hurt=("throughput", "ttft"),
+        on={"degrade": "lossless"},
+        off={"degrade": "off"},
+        metric="tradewind:degrade_level; part of the highest class's requests that meet their targets",
+        test="tests/host/test_degrade.py::test_the_high_class_keeps_its_target_under_overload_and_all_is_given_back",
+        effect=f"{SIMULATED}: with slo 94 % of chat in time at 1.2 and 79 % at 2 times, off and on: it costs nothing and slo paces already",
+    ),
+    "degrade_refusal": Technique(
+        layer="schedule",
+        switch="means.degrade (full; lossless, off)",
+        helps="attainment of the highest class under lasting overload: the lowest class is refused, long answers of others are cut short",
+        hurts="whoever is refused or cut short; never the highest class, never an answer that has begun",
+        prerequisites=("what degrade_ladder needs", "a quality budget over 0, where one is stated"),
+        conflicts=("degrade_ladder",),
+        goals_helped=("tpot", "ttft"),
+        goals_hurt=("throughput",),
+        on={"degrade": "full"},
+        off={"degrade": "lossless"},
+        metric="tradewind:degrade_refused_total; part of the highest class's requests that meet their targets",
+        test="tests/host/test_overload.py::test_the_plans_ladder_keeps_the_chat_class_in_time",
+        effect=f"{SIMULATED}: chat in time at 2 times, lossless / full: with slo 79 / 86 %, with arrival 1 / 34 %; 29 % of all refused",
+    ),
     "dependent_launch": Technique(
         layer="compute",
         switch="always on from compute capability 9.0 (kernels/triton/launch.py)",
@@ -144,6 +178,20 @@ TECHNIQUES: dict[str, Technique] = {
         test="tests/engine/test_gpu_engine.py::test_fresh_prompts_by_another_kernel_give_the_same_logits",
         effect=f"{GPU_RUN}, W4 off and on: qwen3-0.6b 333,165 / 379,262 tokens/s, llama-3.1-8b about 40,750 / 41,202; "
         "two cards of the kind; batch_invariant does without it",
+    ),
+    "fitted_pacing": Technique(
+        layer="schedule",
+        switch="means.fit_steps",
+        helps="attainment under slo: chunks are as long as steps like them took, not as the machine's speeds promise",
+        hurts="some 10 us of each step, and a fit of about 10 ms in another thread every thousand steps",
+        prerequisites=("slo_pacing", "steps that were measured; until then the plan's own times are used"),
+        goals_helped=("tpot", "ttft"),
+        goals_hurt=(),
+        on={"fit_steps": True},
+        off={"fit_steps": False},
+        metric="tradewind:step_time_error_ratio; part of the requests of each class that meet their targets",
+        test="tests/host/test_live_times.py::test_the_scheduler_paces_by_the_refitted_model",
+        effect=f"{SIMULATED}: chat in time, off / on, 100 / 99 %, 94 / 94 %, 75 / 79 %",
     ),
     "fp8_kv": Technique(
         layer="cache",
@@ -264,6 +312,7 @@ TECHNIQUES: dict[str, Technique] = {
         off={"policy": "arrival"},
         metric="Scheduled.waited_s by prompt length",
         test="tests/host/test_policies.py::test_being_short_is_worth_at_most_the_age_limit",
+        effect=f"{SIMULATED}: mean TTFT against arrival 0.50 / 0.53 s, 2.8 / 3.0 s, 13.8 / 14.5 s; tokens/s alike",
     ),
     "overlap": Technique(
         layer="schedule",
@@ -337,6 +386,8 @@ TECHNIQUES: dict[str, Technique] = {
         off={"policy": "arrival"},
         metric="Scheduled.waited_s by priority",
         test="tests/host/test_queue.py::test_priority_ages_so_that_nothing_starves",
+        effect=f"{SIMULATED}: mean TTFT of a fifth at -1 before 5, against arrival 0.40 / 0.45 s, 0.66 / 1.62 s, 0.85 / 12.4 s; "
+        "of the others at 2 times 14.9 / 13.2 s",
     ),
     "skinny_matmul": Technique(
         layer="compute",
@@ -363,6 +414,7 @@ TECHNIQUES: dict[str, Technique] = {
         off={"policy": "arrival"},
         metric="part of the requests of each class that meet their targets",
         test="tests/host/test_policies.py::test_more_targets_are_met_than_in_order_of_arrival",
+        effect=f"{SIMULATED}: chat in time against arrival 99 / 67 %, 94 / 16 %, 79 / 1 %; tokens/s 169 / 169, 213 / 218, 216 / 222",
     ),
     "small_pass_big": Technique(
         layer="schedule",
@@ -414,6 +466,8 @@ TECHNIQUES: dict[str, Technique] = {
         off={"policy": "arrival"},
         metric="Scheduled.waited_s by Arrived.tenant",
         test="tests/host/test_fair_queue.py::test_service_of_tenants_that_wait_differs_by_a_bounded_amount",
+        effect=f"{SIMULATED}: mean TTFT of a tenant with a fifth of the requests, against arrival 0.45 / 0.45 s, 0.93 / 1.62 s, "
+        "2.2 / 12.4 s; of the others at 2 times 14.8 / 13.2 s",
     ),
     "threshold_sampler": Technique(
         layer="compute",

@@ -135,6 +135,14 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Guessed tokens that were computed, of all rows ..."""
     wrong: int = 0
     """... and how many of them were not what the model says."""
+    grammar_s: float = 0.0
+    """How long the step stood still for the grammars of those in it (StepResult.grammar_s) ..."""
+    grammar_ids: tuple[str, ...] = ()
+    """... of whom ..."""
+    grammar_parts: tuple[float, ...] = ()
+    """... and for how much of it each, in seconds. Of very many rows only those with most of it are told."""
+    draft_s: float = 0.0
+    """How long it took to make the guesses."""
 
 
 class FrontTimes(msgspec.Struct, frozen=True, kw_only=True):

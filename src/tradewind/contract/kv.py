@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-KVKind = Literal["full", "window", "latent", "state"]
+KVKind = Literal["full", "window", "chunk", "latent", "state"]
 KVFormat = Literal["f32", "f16", "bf16", "fp8"]
 
 BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "f16": 2, "f32": 4, "fp8": 1}
@@ -19,8 +19,9 @@ class KVGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share one page table because they keep the same tokens.
 
     A page holds `page_tokens` consecutive tokens of one sequence for *all* layers of the group. With kind "window" the
-    layer at position p reads positions p - window + 1 .. p, so pages wholly before that are dropped. With kind "latent" a token has one
-    vector of `head_dim` numbers, which keys and values of all heads are made of, and `kv_heads` is 1.
+    layer at position p reads positions p - window + 1 .. p, so pages wholly before that are dropped; with kind "chunk" it reads from the
+    last multiple of `window` on. With kind "latent" a token has one vector of `head_dim` numbers, which keys and values of all heads are
+    made of, and `kv_heads` is 1.
     """
 
     index: int

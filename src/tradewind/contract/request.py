@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from tradewind.contract.errors import RequestError
+from tradewind.contract.image import Image
 
 MAX_LOGPROBS = 20
 MAX_TOP_K = 1 << 20
@@ -119,6 +120,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     image_keys: tuple[tuple[int, int, str], ...] = ()
     """(first token, token count, content hash) of each image: part of the prefix-cache key."""
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens; `image_keys` says the same of them without pixels."""
     arrived_s: float = 0.0
     deadline_s: float | None = None
     pooling: Pooling | None = None

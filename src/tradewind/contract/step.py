@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tradewind.contract.image import Image, ImageSpan
 from tradewind.contract.request import Pooling, SamplingParams
 
 Ints = npt.NDArray[np.int32]
@@ -64,6 +65,8 @@ class Enter(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     pooling: Pooling | None = None
     normalise: bool = True
+    images: tuple[ImageSpan, ...] = ()
+    """Images among the prompt's tokens: rows over them read the features that some step's `encode` has made."""
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """New page-table entries (four columns): slot's logical page `page_index` of group `page_group` is physical `page_id`; applied
     after `enter` and before the rows run. A dropped window page is sent as page_id 0, the pool's unused null page."""
     moves: tuple[Move, ...] = ()
+    drop: tuple[str, ...] = ()
+    """Keys of images whose features are forgotten, before anything is encoded."""
+    encode: tuple[Image, ...] = ()
+    """Images whose features are computed before the rows run, and kept until they are dropped."""
 
     @property
     def rows(self) -> int:
@@ -146,6 +153,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Time the device worked on this step."""
     host_s: float = 0.0
     """Time the device wing's host side spent preparing it."""
+    grammar_s: float = 0.0
+    """Of the step's time, how long it stood still for its grammars: their masks, and their matchers that go on by a token ..."""
+    grammar_rows: dict[int, float] = msgspec.field(default_factory=dict)
+    """... and by row index, for the rows that have one, that row's part of it."""
+    draft_s: float = 0.0
+    """Of the step's time, how long it took to make guesses; what verifying them took is not in it."""
 
 
 def frozen_ints(values: npt.ArrayLike) -> Ints:

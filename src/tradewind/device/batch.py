@@ -35,6 +35,18 @@ class Scratch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImageRows:
+    """What a model that reads images is told of a step's tokens besides."""
+
+    axes: Tensor
+    """int32 [3, T]: each token's positions by time, row and column."""
+    index: Tensor
+    """int32 [T]: row of `stage` that each token begins with."""
+    stage: Tensor
+    """float32 [2T, E]: room for the tokens' embeddings, and behind them the features of those that are an image's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
     """A step on the device. T is the capacity of the bucket, `tokens` the live count; same letters as kernels/ops.py."""
 
@@ -55,5 +67,7 @@ class ForwardBatch:
     scratch: Scratch
     adapters: Tensor = None
     """int32 [T]: the bank slot of each token's adapter, -1 where it has none; None where the model serves no adapters."""
+    images: ImageRows | None = None
+    """None: the model reads text alone, or this step has nothing but text."""
     angles: dict[str, Tensor] = field(default_factory=dict)
     """Rope angles of this step by rope name, computed once per step by the model before its layers."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-from tradewind.contract.errors import EngineDeadError, RequestError
+from tradewind.contract.errors import EngineDeadError, RequestError, UserError
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
 from tradewind.engine.columns import Report, StepTokens
@@ -145,6 +145,27 @@ class Client:
             self._post(Add(request))
         return handle
 
+    def adopt(self, handles: Iterable[Handle]) -> None:
+        """Goes on with requests of another client that has given them up, under their handles: readers notice nothing.
+
+        One that can not run here ends with an error.
+        """
+        for handle in handles:
+            request = handle.request
+            try:
+                self._check(request)
+            except (EngineDeadError, UserError) as error:
+                why: str | None = str(error)
+            else:
+                why = self._closed
+            with self._lock:
+                handle._client = self
+                self._handles[request.id] = handle
+                if why is None:
+                    self._post(Add(request))
+                    continue
+            self._deliver([_failed(handle, why)])
+
     def cancel(self, request_id: str) -> None:
         """Ends a request with "abort"; does nothing when it is over."""
         self._post(Cancel(request_id))
@@ -198,18 +219,7 @@ class Client:
         """Ends handles whose last event will never come; nothing is taken from here on."""
         with self._lock:
             self._closed = self._closed or why
-            ended: list[Report] = [
-                TokensOut(
-                    request_id=request_id,
-                    at_s=time.monotonic(),
-                    tokens=(),
-                    finish="error",
-                    error=why,
-                    prompt_tokens=len(handle.request.tokens),
-                    generated_tokens=len(handle.tokens),
-                )
-                for request_id, handle in self._handles.items()
-            ]
+            ended: list[Report] = [_failed(handle, why) for handle in self._handles.values()]
         self._deliver(ended)
 
     def _deliver(self, reports: list[Report]) -> None:
@@ -372,6 +382,19 @@ def _uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if pressed:
         raise KeyboardInterrupt
+
+
+def _failed(handle: Handle, why: str) -> TokensOut:
+    """The last event of a request that the engine will never end."""
+    return TokensOut(
+        request_id=handle.request.id,
+        at_s=time.monotonic(),
+        tokens=(),
+        finish="error",
+        error=why,
+        prompt_tokens=len(handle.request.tokens),
+        generated_tokens=len(handle.tokens),
+    )
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

@@ -9,12 +9,18 @@ finish, no logprobs) in one record, and the client spells out only what somebody
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import nlargest
 from typing import Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tradewind.contract.events import Event, TokensOut
-from tradewind.contract.step import Ints
+from tradewind.contract.step import Ints, StepResult
+
+GRAMMARS_TOLD = 64
+"""Of so many rows at most a step says what their grammars cost."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +62,14 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True):
                 prompt_tokens=prompt,
                 generated_tokens=generated,
             )
+
+
+def grammars_told(result: StepResult, ids: npt.NDArray[np.object_]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """(whose, seconds) of what a step's grammars cost, those with most of it; `ids` are the rows' requests. Changes nothing."""
+    parts = result.grammar_rows
+    rows = parts if len(parts) <= GRAMMARS_TOLD else nlargest(GRAMMARS_TOLD, parts, key=lambda row: parts[row])
+    told = [(str(ids[row]), parts[row]) for row in rows if ids[row]]
+    return tuple(name for name, _ in told), tuple(seconds for _, seconds in told)
 
 
 Report = Event | StepTokens

@@ -21,6 +21,9 @@ Pressure is the greater of two: the longest that a protected request waits for i
 that there is time to help it; and a step's time, against `step_part` of the least TPOT target. One that is over its part has been so since
 it went over, whenever that is seen: long steps leave few moments to look. All requests are walked over each `every_s`.
 
+A plan says how far it goes: "lossless" ends with rung 3, for a refused request and a shortened answer are losses; "full" goes on. An idle
+engine decides nothing, so `rest` lets time pass there: what is given up comes back though nobody asks.
+
 Every change is told, logged and remembered. Nothing that has begun is ever cut: under a policy without preemption the protected still wait
 for the slots of others; they themselves are never refused, held or shortened.
 """
@@ -36,6 +39,7 @@ from typing import Protocol
 
 import msgspec
 
+from tradewind.config.goals import DegradeName
 from tradewind.config.plan import ClassPlan, SchedulePlan
 from tradewind.contract.request import Request
 from tradewind.contract.step import Ints
@@ -46,6 +50,8 @@ LOG = logging.getLogger("tradewind.engine")
 
 RUNGS = ("none", "drafts", "chunks", "admission", "refusal", "answers")
 NO_DRAFTS, SMALL_CHUNKS, LOW_ADMISSION, REFUSAL, SHORT_ANSWERS = range(1, 6)
+FAR: dict[DegradeName, int] = {"full": SHORT_ANSWERS, "lossless": LOW_ADMISSION, "off": 0}
+"""The highest rung of each way that a plan names."""
 REMEMBER_S = 60.0
 """So long after its last request a class still counts as the highest."""
 SMOOTH = 0.2
@@ -71,8 +77,10 @@ class Ladder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Rung 2 leaves a step this part of its tokens for prompts."""
     short_tokens: int = 64
     """Rung 5 ends answers there."""
-    ttft_s: float = 1.0
-    """The protected class's, where the plan has no classes with targets."""
+    most: int = SHORT_ANSWERS
+    """No rung above this one is taken."""
+    ttft_s: float | None = 1.0
+    """Of a protected request whose class the plan does not know; None: it has no target."""
     tpot_s: float | None = None
 
 
@@ -84,6 +92,26 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     now: str
     pressure: float
     why: str
+
+
+class DegradeStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The ladder in numbers; counts are since the start."""
+
+    level: int = 0
+    most: int = SHORT_ANSWERS
+    pressure: float = 0.0
+    """1 and more: the protected are about to miss a target."""
+    ups: int = 0
+    downs: int = 0
+    refused: int = 0
+    """Requests that were told "too busy" ..."""
+    shortened: int = 0
+    """... and those that were taken with a shorter answer."""
+
+    @property
+    def name(self) -> str:
+        """Of the rung."""
+        return RUNGS[self.level]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +141,17 @@ class Degrade(Protocol):
     def __call__(self, now: float, live: Collection[Sequence], *, flying: int, generated: Ints) -> Limits:
         """Before each step; `generated` tokens by slot."""
 
-    def come(self, request: Request, now: float) -> Request:
-        """A request comes: the one that is taken in its place, itself where nothing is given up. Raises OverloadedError."""
+    def come(self, request: Request, now: float, *, idle: bool = False) -> Request:
+        """A request comes: the one that is taken in its place, itself where nothing is given up. `idle`: no other is open.
+
+        Raises OverloadedError.
+        """
+
+    def rest(self, now: float) -> float | None:
+        """Nothing is open: takes back what may be by now. Seconds until there is more to take back; None: nothing is given up."""
+
+    def stats(self) -> DegradeStats:
+        """The ladder in numbers; changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +169,17 @@ class Degrader:
     """The ladder's state. One writer: the scheduler's thread."""
 
     def __init__(
-        self, schedule: SchedulePlan, ladder: Ladder | None = None, *, told: Callable[[Change], None] | None = None
+        self,
+        schedule: SchedulePlan,
+        ladder: Ladder | None = None,
+        *,
+        drafts: bool = True,
+        told: Callable[[Change], None] | None = None,
+        log: logging.Logger | None = LOG,
     ) -> None:
-        """`told` hears each change, which is also logged; it must return at once."""
+        """`drafts`: there are guesses to give up; without them that rung is left out. `told` hears each change; it must return at once."""
         self._schedule = schedule
+        self._first, self._log = (NO_DRAFTS if drafts else SMALL_CHUNKS), log
         self._ladder = ladder or Ladder()
         self._classes = {one.name: one for one in schedule.classes}
         self._told = told
@@ -155,6 +199,7 @@ class Degrader:
         self._decided_s: float | None = None
         self._step_s = 0.0
         self._limits = FREE
+        self._ups = self._downs = self._refused = self._shortened = 0
 
     # -- Degrade -------------------------------------------------------------------------------------------------------
 
@@ -173,6 +218,7 @@ class Degrader:
             return self._limits
         lowest = self._lowest(now) if self.level >= REFUSAL else None
         ended = () if lowest is None else [s for s in live if _unborn(s) and self.rank(s.request) == lowest]
+        self._refused += len(ended)
         return Limits(
             drafts=self._limits.drafts,
             chunk_tokens=self._limits.chunk_tokens,
@@ -182,8 +228,10 @@ class Degrader:
             changed=self.level != before,
         )
 
-    def come(self, request: Request, now: float) -> Request:
+    def come(self, request: Request, now: float, *, idle: bool = False) -> Request:
         """See Degrade."""
+        if idle:
+            self.rest(now)
         rank = self.rank(request)
         self._seen[rank] = now
         if len(self._seen) > 64:  # priorities are the clients' numbers
@@ -191,10 +239,38 @@ class Degrader:
         if self.level < REFUSAL or not self._unprotected(rank, now):
             return request
         if rank == self._lowest(now):
+            self._refused += 1
             raise OverloadedError(TOO_BUSY)
         if self.level >= SHORT_ANSWERS and request.max_tokens > self._ladder.short_tokens:
+            self._shortened += 1
             return msgspec.structs.replace(request, max_tokens=self._ladder.short_tokens)
         return request
+
+    def rest(self, now: float) -> float | None:
+        """See Degrade."""
+        self.pressure, self._high_since, self._step_s = 0.0, None, 0.0
+        if not self.level:
+            return None
+        if self._low_since is None:  # idle since somebody looked last, at the latest
+            seen_s = max(self._looked_s, self._changed_s)
+            self._low_since = seen_s if seen_s > float("-inf") else now
+        while self.level and (due_s := self._low_since + self._down_s) <= now:
+            self._low_since = self._down_at = due_s
+            self._go(self._below, due_s, "nothing is open")
+        self._limits = self._limits_at(self.level)
+        return self._low_since + self._down_s - now if self.level else None
+
+    def stats(self) -> DegradeStats:
+        """See Degrade."""
+        return DegradeStats(
+            level=self.level,
+            most=self._ladder.most,
+            pressure=round(self.pressure, 3),
+            ups=self._ups,
+            downs=self._downs,
+            refused=self._refused,
+            shortened=self._shortened,
+        )
 
     # -- who matters ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +343,8 @@ class Degrader:
         low = found.wait < ladder.wait_down and found.step < ladder.step_down
         self._low_since = (now if self._low_since is None else self._low_since) if low else None
         ripe = self._high_since is not None and now - max(self._high_since, self._changed_s) >= ladder.up_s
-        if ripe and self.level < len(RUNGS) - 1:
+        above = max(self.level + 1, self._first)
+        if ripe and above <= min(self._ladder.most, len(RUNGS) - 1):
             # What was taken back too early is not tried again so soon.
             early = self._down_at is not None and now - self._down_at <= self._down_s
             if early:
@@ -275,17 +352,27 @@ class Degrader:
             elif not self.level:
                 self._down_s = ladder.down_s
             self._down_at = None
-            self._go(self.level + 1, now, found.why)
+            self._go(above, now, found.why)
         elif self._low_since is not None and now - self._low_since >= self._down_s and self.level:
             self._down_at = now
-            self._go(self.level - 1, now, found.why)
+            self._go(self._below, now, found.why)
             self._low_since = now
+
+    @property
+    def _below(self) -> int:
+        """The rung under the one that it stands on."""
+        return self.level - 1 if self.level > self._first else 0
 
     def _go(self, level: int, now: float, why: str) -> None:
         change = Change(at_s=now, was=RUNGS[self.level], now=RUNGS[level], pressure=self.pressure, why=why)
         verb = "gives up" if level > self.level else "takes back"
         rung = RUNGS[max(level, self.level)]
-        LOG.warning(f"overload, rung {level} of {len(RUNGS) - 1}: the engine {verb} {rung}, for {why}")
+        if self._log is not None:
+            self._log.warning(f"overload, rung {level} of {self._ladder.most}: the engine {verb} {rung}, for {why}")
+        if level > self.level:
+            self._ups += 1
+        else:
+            self._downs += 1
         self.level, self._changed_s = level, now
         self.changes.append(change)
         if self._told is not None:
@@ -309,3 +396,19 @@ class Degrader:
 def _unborn(sequence: Sequence) -> bool:
     """It waits and nothing of its answer was written: ending it cuts nothing."""
     return sequence.state in (State.WAITING, State.BLOCKED) and not sequence.generated
+
+
+def pinned(ladder: Ladder | None, far: DegradeName | None) -> Ladder | None:
+    """A script's ladder, as far as it was asked to go; None: nothing is given up."""
+    if far is None:
+        return ladder
+    return None if far == "off" else msgspec.structs.replace(ladder or Ladder(), most=FAR[far])
+
+
+def degrader_of(schedule: SchedulePlan, *, drafts: bool = False, log: logging.Logger | None = LOG) -> Degrader | None:
+    """The ladder that a plan names; None where nothing is given up."""
+    plan = schedule.degrade
+    if plan is None:
+        return None
+    ladder = Ladder(most=FAR[plan.far], ttft_s=plan.ttft_s, tpot_s=plan.tpot_s)
+    return Degrader(schedule, ladder, drafts=drafts, log=log)

@@ -16,6 +16,8 @@ def check_fits(request: Request, *, cache: KVCache, schedule: SchedulePlan, burs
     prompt, max_context = len(request.tokens), schedule.max_context
     if prompt == 0:
         raise RequestError("the prompt is empty: give at least one token")
+    if request.images:
+        _check_images(request, schedule=schedule)
     if request.pooling is not None:
         _check_pooling(request, cache=cache, schedule=schedule, burst_tokens=burst_tokens)
         return
@@ -62,6 +64,19 @@ def check_fits(request: Request, *, cache: KVCache, schedule: SchedulePlan, burs
             f"{asked}, which needs {positions} tokens ({need} pages) of cache, but the cache holds {have * size} tokens ({have} pages), "
             f"{positions - have * size} tokens ({need - have} pages) short; {advice}, or give the cache more memory"
         )
+
+
+def _check_images(request: Request, *, schedule: SchedulePlan) -> None:
+    """The same for its images."""
+    if schedule.images is None:
+        raise RequestError("this model reads no images: send text alone, or serve a model that has an image tower")
+    most, end = schedule.images.largest, 0
+    for place, image in enumerate(request.images):
+        if image.count > most:
+            raise LimitError(f"image {place + 1} has {image.count} tokens, and one may have {most}: make it smaller")
+        if not end <= image.first < image.end <= len(request.tokens):
+            raise RequestError(f"image {place + 1} does not stand within the prompt, behind the image before it")
+        end = image.end
 
 
 def _check_pooling(request: Request, *, cache: KVCache, schedule: SchedulePlan, burst_tokens: int) -> None:

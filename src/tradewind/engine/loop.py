@@ -18,10 +18,12 @@ from tradewind.contract.errors import EngineDeadError, UserError
 from tradewind.contract.events import FinishReason, Sink, TokensOut
 from tradewind.contract.executor import Executor, Resting
 from tradewind.contract.request import Request
+from tradewind.contract.step import StepResult
 from tradewind.engine.columns import Report, ReportSink, spelled_out
 from tradewind.engine.limits import check_fits
 from tradewind.engine.pacing import OverloadedError
 from tradewind.engine.scheduler import Scheduler
+from tradewind.engine.step_watch import StepTimeStats, StepWatch
 
 FRUITLESS = 4
 """So many decisions in a row without a step, with requests open and nothing flying, mean that the scheduler is stuck."""
@@ -70,8 +72,11 @@ class EngineLoop:
         executor: Executor,
         clock: Callable[[], float],
         sinks: Sequence[Sink | ReportSink] = (),
+        watch: StepWatch | None = None,
     ) -> None:
+        """`watch` is shown each step and closed with the engine."""
         self.scheduler = scheduler
+        self._watch = watch
         self._executor = executor
         self._clock = clock
         # Who takes a turn's reports whole is spared one event for each token.
@@ -97,14 +102,30 @@ class EngineLoop:
         return len(self._orders)
 
     @property
+    def step_times(self) -> StepTimeStats | None:
+        """How well step times are known; None where nobody fits them."""
+        return None if self._watch is None else self._watch.stats()
+
+    @property
     def prepared(self) -> bool:
         """Whether the executor has all that it needs; until then a first step of some size may take longer. For whoever measures."""
         return bool(getattr(self._executor, "prepared", True))
+
+    def check_adapter(self, key: str) -> None:
+        """Reads an adapter; changes nothing. Raises UserError where the model cannot take it, or takes none. From any thread."""
+        check = getattr(self._executor, "check_adapter", None)
+        if check is None:
+            raise UserError("this engine serves no adapters")
+        check(key)
 
     @property
     def waits_on(self) -> str:
         """What the executor waits for besides computing ("disk: ..."), where it says so; may be read from any thread."""
         return str(getattr(self._executor, "waits_on", ""))
+
+    def rest(self) -> float | None:
+        """While there is nothing to do: after so many seconds it is to be called again, None: not before there is something to do."""
+        return None if self.busy else self.scheduler.rest(self._clock())
 
     def check(self, request: Request) -> None:
         """Raises what `add` would raise for a request that can never run; changes nothing, may be called from any thread."""
@@ -152,6 +173,8 @@ class EngineLoop:
                 self._fruitless = 0
                 self.doing = (f"submit step {step.number}", self._clock())
                 self._executor.submit(step)
+                if self._watch is not None:
+                    self._watch.submitted(step)
             elif not scheduler.flying and scheduler.wait_outside(OUTSIDE_S):
                 return [*refused, *scheduler.take_reports()]
             elif not scheduler.flying and scheduler.unfinished:
@@ -163,11 +186,17 @@ class EngineLoop:
         if scheduler.flying:
             waited_s = self._clock()
             self.doing = ("collect", waited_s)
-            result = self._executor.collect()
+            result = self._collect()
             now = self._clock()
             self.doing = (f"absorb step {result.number}", now)
             return [*refused, *scheduler.absorb(result, now, collect_s=now - waited_s)]
         return [*refused, *scheduler.take_reports()]
+
+    def _collect(self) -> StepResult:
+        result = self._executor.collect()
+        if self._watch is not None:
+            self._watch.collected(result)
+        return result
 
     def _take_orders(self) -> list[Report]:
         refused: list[Report] = []
@@ -197,7 +226,7 @@ class EngineLoop:
                 self._sleepy = True
                 # Of requests that have ended a step may still fly; whatever is ordered after this finds an empty cache.
                 while self.scheduler.flying and not self.scheduler.unfinished:
-                    refused += self.scheduler.absorb(self._executor.collect(), self._clock())
+                    refused += self.scheduler.absorb(self._collect(), self._clock())
                 if self.scheduler.idle:
                     self._sleep()
             else:
@@ -238,11 +267,13 @@ class EngineLoop:
             scheduler.cancel_all(self._clock())
             try:
                 while scheduler.flying:
-                    reports += scheduler.absorb(self._executor.collect(), self._clock())
+                    reports += scheduler.absorb(self._collect(), self._clock())
             except Exception as error:  # closing: the executor may be gone already, and the requests have ended
                 reports += self._die(f"{type(error).__name__}: {error}")
             self.dead = self.dead or "the engine was closed"
         reports += scheduler.take_reports()
         self._tell(reports)
         self._executor.close()
+        if self._watch is not None:
+            self._watch.close()
         return reports

@@ -45,6 +45,8 @@ UNTARGETED_SHARE = 8
 """... and this part of the running answers without a target goes on in each step, in turn."""
 SMOOTH = 0.05
 """Weight of the newest step in what is learnt from steps."""
+FITTED_SEEN = round(1 / SMOOTH)
+"""Fitted times count as if so many steps had agreed with them already."""
 SPREAD = (0.1, 10.0)
 """Measured / predicted of one step is believed between these."""
 
@@ -116,9 +118,16 @@ class Pacer:
     # -- what is known of time -----------------------------------------------------------------------------------------
 
     def use(self, seconds: StepSeconds) -> None:
-        """Better step times from now on, as after a refit; what was learnt about the old ones is forgotten."""
+        """Better step times from now on, as after a refit; what was learnt about the old ones is forgotten.
+
+        These were fitted to steps, so that one that differs is noise before it is news. What flies is judged by what it was expected to
+        take.
+        """
         self._seconds = seconds
-        self._ratio, self._seen = {False: 1.0, True: 1.0}, {False: 0, True: 0}
+        self._flights = deque(
+            (expected_s * self._ratio[mixed], mixed, at_s) for expected_s, mixed, at_s in self._flights
+        )
+        self._ratio, self._seen = {False: 1.0, True: 1.0}, {False: FITTED_SEEN, True: FITTED_SEEN}
 
     def step_s(self, *, rows: int, context: int, chunk: int = 0, start: int = 0) -> float:
         """A step's time, corrected by what steps took."""

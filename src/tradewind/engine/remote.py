@@ -9,6 +9,7 @@ Knows: which handle waits for which request, and how the engine's end shows. Ref
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -17,24 +18,29 @@ from threading import Thread, current_thread
 import msgspec
 
 from tradewind.cache.lease import KVCache
-from tradewind.contract.errors import EngineDeadError
+from tradewind.contract.errors import EngineDeadError, UserError
 from tradewind.contract.events import Scheduled
 from tradewind.contract.request import Request
-from tradewind.engine.client import Client
+from tradewind.engine.client import Client, Handle
 from tradewind.engine.columns import Report
 from tradewind.engine.limits import check_fits
+from tradewind.engine.loop import Cancel
 from tradewind.engine.stats import EngineStats
 from tradewind.engine.wire import (
+    AdapterChecked,
     Answer,
     Batch,
     BrokenLink,
+    CheckAdapter,
     Describe,
     Described,
+    Drain,
     Fatal,
     Fault,
     Link,
     Order,
     Ready,
+    Said,
     Stop,
     reports_of,
 )
@@ -83,6 +89,8 @@ class RemoteClient(Client):
         self._backlog: deque[memoryview] = deque()
         self._gone = False
         self._closing = False
+        self._checks: dict[str, list[asyncio.Future[str | None]]] = {}
+        """Who waits for which adapter's `AdapterChecked`."""
 
     # -- what LocalClient and its loop tell too ------------------------------------------------------------------------
 
@@ -105,6 +113,24 @@ class RemoteClient(Client):
     def describe(self) -> None:
         """Asks for the scheduler's state; it comes as text to `on_described` and whole to `on_state`, also while a step hangs."""
         self._post(Describe())
+
+    async def check_adapter(self, key: str) -> None:
+        """Asks the engine whether its model can take an adapter. Raises UserError with its reason, EngineDeadError when it has gone. For
+        asyncio alone (`attach`)."""
+        if self._closed is not None or self._gone:
+            raise EngineDeadError(self._closed or "the engine process ended")
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._checks.setdefault(key, []).append(answer)
+        self._post(CheckAdapter(key))
+        why = await answer
+        if why is not None:
+            raise UserError(why)
+
+    def _checked(self, key: str, settle: Callable[[asyncio.Future[str | None]], None]) -> None:
+        """One answer serves all who asked for the same."""
+        for waiting in self._checks.pop(key, ()):
+            if not waiting.done():
+                settle(waiting)
 
     def cancel_all(self) -> None:
         """Ends every open request with "abort"."""
@@ -173,6 +199,10 @@ class RemoteClient(Client):
                     self._on_described(message.text)
                 if self._on_state is not None:
                     self._on_state(message)
+            elif isinstance(message, AdapterChecked):
+                self._checked(message.key, lambda waiting, why=message.why: waiting.set_result(why))  # type: ignore[misc]
+            elif isinstance(message, Said):
+                logging.getLogger(message.logger).log(message.level, "%s", message.text)
             elif isinstance(message, Fatal):
                 self._reason = message.why
                 with self._lock:
@@ -198,6 +228,8 @@ class RemoteClient(Client):
         else:
             why = self._on_end(self._reason) if self._on_end is not None else self._reason or "the engine process ended"
         self._fail(why)
+        for key in list(self._checks):
+            self._checked(key, lambda waiting: waiting.set_exception(EngineDeadError(why)))
 
     def _detach(self) -> None:
         """The asyncio loop reads and writes no more; a second call does nothing, in whatever thread."""
@@ -211,9 +243,27 @@ class RemoteClient(Client):
     def _check(self, request: Request) -> None:
         if self._closed is not None:
             raise EngineDeadError(self._closed)
-        check_fits(request, cache=self._cache, schedule=self.ready.schedule, burst_tokens=self._burst)
+        self.check_fits(request)
         if not self._handles:
             self._busy_since_s = time.monotonic()
+
+    def check_fits(self, request: Request) -> None:
+        """Raises RequestError or LimitError for a request that can never run, whether the engine lives or not."""
+        check_fits(request, cache=self._cache, schedule=self.ready.schedule, burst_tokens=self._burst)
+
+    # -- to another engine (see engine.waiting)
+
+    def give_up_queued(self) -> list[Handle]:
+        """Takes out the requests that have had no slot yet: the engine is told to forget them, their handles hear nothing of that."""
+        queued = [handle for name, handle in self._handles.items() if name not in self._scheduled]
+        for handle in queued:
+            del self._handles[handle.request.id]
+            self._post(Cancel(handle.request.id))
+        return queued
+
+    def drain(self) -> None:
+        """Tells the engine to end when its open requests have; nothing may be submitted after this."""
+        self._post(Drain())
 
     def _post(self, order: Order) -> None:
         # An engine that is gone is noticed by the reader, which ends every handle; an order that comes too late says nothing new.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tradewind.cache.lease import KVCache, PageLease
 from tradewind.contract.step import Ints, Move, frozen_ints
 from tradewind.engine.budget import split, split_in_order, split_whole
+from tradewind.engine.images import ImageBook
 from tradewind.engine.rows import Rows
 from tradewind.engine.sequence import Sequence, State
 
@@ -41,9 +42,12 @@ class Flight:
 class Running:
     """Slots and pages in use. Written by the scheduler and by admission, which is a part of it."""
 
-    def __init__(self, *, cache: KVCache, slots: int, whole_prompts: bool = False) -> None:
-        """whole_prompts: a prompt is computed in one step or not at all."""
+    def __init__(
+        self, *, cache: KVCache, slots: int, whole_prompts: bool = False, images: ImageBook | None = None
+    ) -> None:
+        """whole_prompts: a prompt is computed in one step or not at all. images: None where the model reads text alone."""
         self.cache = cache
+        self.images = images
         self._whole_prompts = whole_prompts
         self.rows = Rows(slots=slots)
         self.free_slots = list(range(slots - 1, -1, -1))
@@ -194,6 +198,8 @@ class Running:
         filling, spans = self.filling, self.spans()
         if last_first:
             filling, spans = filling[::-1], spans[::-1]
+        if self.images is not None:
+            return self._chunks_with_images(filling, spans, budget, in_order=in_order)
         sequences: list[Sequence] = []
         sizes: list[int] = []
         if self._whole_prompts:
@@ -208,6 +214,26 @@ class Running:
                 sequences.append(sequence)
                 sizes.append(count)
         return sequences, sizes
+
+    def _chunks_with_images(
+        self, filling: list[Sequence], spans: list[tuple[int, int]], budget: int, *, in_order: bool
+    ) -> tuple[list[Sequence], list[int]]:
+        """The same where a prompt may have to wait for the features of an image."""
+        assert self.images is not None
+        reach = self.images.reachable(filling, spans, budget=budget)
+        open_ = [index for index, most in enumerate(reach) if most]
+        part = split_in_order if in_order else split
+        counts = [0] * len(filling)
+        for index, count in zip(
+            open_,
+            part([(spans[i][0], reach[i]) for i in open_], budget, page_tokens=self.cache.page_tokens),
+            strict=True,
+        ):
+            if count and self.extend(filling[index], spans[index][0] + count):
+                counts[index] = count
+        self.images.take(filling, spans, counts)
+        taken = [index for index, count in enumerate(counts) if count]
+        return [filling[index] for index in taken], [counts[index] for index in taken]
 
     def take_moves(self, number: int) -> tuple[Move, ...]:
         """The page copies of step `number`, one Move per group."""

@@ -27,8 +27,9 @@ from tradewind.contract.grammar import GrammarGate
 from tradewind.contract.request import Request
 from tradewind.contract.step import Enter, Ints, RowLogprobs, Step, StepResult, TokenLogprobs, Wants, frozen_ints
 from tradewind.engine.admission import WHOLE_PROMPT, Admission, wants_prompt_logprobs
-from tradewind.engine.columns import Report, StepTokens
-from tradewind.engine.degrade import FREE, Degrade
+from tradewind.engine.columns import Report, StepTokens, grammars_told
+from tradewind.engine.degrade import FREE, Degrade, DegradeStats, degrader_of
+from tradewind.engine.images import ImageBook
 from tradewind.engine.limits import check_fits
 from tradewind.engine.pacing import OverloadedError, Pacer, StepSeconds, planned_seconds
 from tradewind.engine.policies import POLICIES, SloPolicy
@@ -52,7 +53,10 @@ class Scheduler:
         step_seconds: StepSeconds | None = None,
         degrade: Degrade | None = None,
     ) -> None:
-        """Without `grammars` a request with a grammar is refused. `step_seconds`: what `slo` paces by, better than the plan's own."""
+        """Without `grammars` a request with a grammar is refused. `step_seconds`: what `slo` paces by, better than the plan's own.
+
+        `degrade`: another ladder than the plan's.
+        """
         assert schedule.max_running >= 1 and schedule.max_tokens_per_step >= 1 and schedule.steps_in_flight >= 1
         self.schedule = schedule
         self.cache = KVCache(groups=cache.groups, pages=cache.pages, prefix_cache=cache.prefix_cache)
@@ -61,7 +65,7 @@ class Scheduler:
         """Most tokens of one sequence that can be submitted and not absorbed."""
         self._clock = clock
         self._grammars = grammars
-        self._degrade = degrade
+        self._degrade = degrade if degrade is not None else degrader_of(schedule, drafts=drafts_per_row > 0)
         self._pacer: Pacer | None = None
         if schedule.policy == "slo" and (step_seconds is not None or schedule.step_cost is not None):
             if step_seconds is None:
@@ -71,7 +75,12 @@ class Scheduler:
         self._policy = POLICIES[schedule.policy](schedule, _no_time if self._pacer is None else self._pacer.prompt_s)
         self._live: dict[str, Sequence] = {}
         self._out: list[Report] = []
-        self._running = Running(cache=self.cache, slots=schedule.max_running, whole_prompts=schedule.whole_prompts)
+        self._running = Running(
+            cache=self.cache,
+            slots=schedule.max_running,
+            whole_prompts=schedule.whole_prompts,
+            images=None if schedule.images is None else ImageBook(schedule.images),
+        )
         self._admission = Admission(
             schedule=schedule,
             policy=self._policy,
@@ -120,6 +129,20 @@ class Scheduler:
         """Nothing to decide and nothing in flight."""
         return not self._live and not self._running.flights
 
+    @property
+    def degraded(self) -> DegradeStats | None:
+        """What is given up under overload; None where nothing ever is."""
+        return None if self._degrade is None else self._degrade.stats()
+
+    def rest(self, now: float) -> float | None:
+        """Nothing is open: what was given up under overload comes back in its time. Seconds until there is more; None: nothing is left."""
+        return self._degrade.rest(now) if self._degrade is not None and self.idle else None
+
+    @property
+    def images(self) -> ImageBook | None:
+        """The account of images' features; None where the model reads text alone."""
+        return self._running.images
+
     def wait_outside(self, timeout_s: float) -> bool:
         """Waits a moment for what is made elsewhere (grammars); False at once when no sequence waits for such a thing."""
         if not self._admission.compiling or self._grammars is None:
@@ -156,7 +179,7 @@ class Scheduler:
             raise RequestError(f"a request with the id '{request.id}' is already there: ids must differ")
         check_fits(request, cache=self.cache, schedule=self.schedule, burst_tokens=self.burst_tokens)
         if self._degrade is not None:
-            request = self._degrade.come(request, now)
+            request = self._degrade.come(request, now, idle=self.idle)
         # The front's own time, where it is given: what a request waited in the inbox is waiting too.
         arrived_s = min(now, request.arrived_s) if request.arrived_s > 0 else now
         sequence = Sequence(request, arrived_s=arrived_s, place=self._places)
@@ -247,7 +270,10 @@ class Scheduler:
     def forget(self) -> None:
         """Empties the prefix cache of everything that no running sequence uses."""
         self.cache.tree.clear()
-        self._running.changed = True
+        running = self._running
+        running.changed = True
+        if running.images is not None:
+            running.images.forget(running.filling, running.spans())
 
     # -- decide ------------------------------------------------------------------------------------------------------
 
@@ -266,7 +292,7 @@ class Scheduler:
         if self._degrade is not None:
             limits = self._degrade(now, self._live.values(), flying=self.flying, generated=rows.generated)
         for sequence in limits.ended:
-            self._end(sequence, "error", now, error=limits.why)
+            self._end(sequence, "error", now, error=limits.why, overloaded=True)
         running.changed |= limits.changed
         width = 1 + (self.drafts_per_row if limits.drafts is None else min(limits.drafts, self.drafts_per_row))
         budget = self.schedule.max_tokens_per_step
@@ -306,6 +332,7 @@ class Scheduler:
 
         self._number += 1
         page_slot, page_group, page_index, page_id = running.take_edits()
+        drop, encode = running.images.take_orders() if running.images is not None else ((), ())
         step = Step(
             number=self._number,
             slot=frozen_ints(slot),
@@ -321,6 +348,8 @@ class Scheduler:
             page_index=page_index,
             page_id=page_id,
             moves=running.take_moves(self._number),
+            drop=drop,
+            encode=encode,
         )
         if pacer is not None:
             pacer.entered(running.entered)
@@ -434,6 +463,7 @@ class Scheduler:
         rows.flying[slot] -= 1
         brought = np.diff(result.offset)
         valid = rows.epoch[slot] == flight.epoch
+        grammars = grammars_told(result, rows.ids[slot]) if result.grammar_rows else ((), ())
         for row, reason in result.failed.items():
             sequence = rows.sequences[int(slot[row])]
             if valid[row] and sequence is not None:
@@ -490,6 +520,10 @@ class Scheduler:
                 chunk_tokens=flight.chunk_tokens,
                 guessed=guessed,
                 wrong=wrong,
+                grammar_s=result.grammar_s,
+                grammar_ids=grammars[0],
+                grammar_parts=grammars[1],
+                draft_s=result.draft_s,
             )
         )
         return self.take_reports()
@@ -620,6 +654,7 @@ class Scheduler:
         logprobs: tuple[TokenLogprobs, ...] = (),
         stop_token: int | None = None,
         error: str | None = None,
+        overloaded: bool = False,
         embedding: bytes | None = None,
     ) -> None:
         """Ends a request in any state and says so, once; its slot and pages follow when no step touches them any more."""
@@ -640,6 +675,7 @@ class Scheduler:
                 finish=finish,
                 stop_token=stop_token,
                 error=error,
+                overloaded=overloaded,
                 cached_tokens=sequence.cached_tokens,
                 prompt_tokens=sequence.prompt_tokens,
                 generated_tokens=sequence.generated,
@@ -714,6 +750,7 @@ def _enter(sequence: Sequence) -> Enter:
         adapter=request.adapter,
         pooling=request.pooling,
         normalise=request.normalise,
+        images=tuple(image.span() for image in request.images) if request.images else (),
     )
 
 

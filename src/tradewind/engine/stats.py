@@ -13,8 +13,10 @@ import msgspec
 
 from tradewind.contract.events import Preempted, Scheduled, StepDone, TokensOut
 from tradewind.engine.columns import Report, StepTokens
+from tradewind.engine.degrade import DegradeStats
 from tradewind.engine.loop import EngineLoop
 from tradewind.engine.sequence import Sequence
+from tradewind.engine.step_watch import StepTimeStats
 
 SHOWN = 12
 """So many sequences of each state are described one by one."""
@@ -40,6 +42,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Tokens computed a second time because of preemptions."""
     last_progress_s: float = 0.0
     """`time.monotonic` when a step was last collected, or now while there is nothing to do."""
+    degrade: DegradeStats | None = None
+    """What is given up under overload; None where nothing ever is."""
+    step_times: StepTimeStats | None = None
+    """How well step times are known; None where nobody fits them."""
 
 
 class Tally:
@@ -81,6 +87,8 @@ class Tally:
             preemptions=self._preemptions,
             recomputed_tokens=scheduler.recomputed_tokens,
             last_progress_s=self._progress_s,
+            degrade=scheduler.degraded,
+            step_times=self._loop.step_times,
         )
 
 
@@ -103,6 +111,12 @@ def describe(loop: EngineLoop) -> str:
         lines.append(
             f"pages of group {group}: {pool.total - 1}, of them {used} held, {pool.idle} cached and idle, {pool.free} free, "
             f"{cache.promised[group]} promised"
+        )
+    if scheduler.images is not None:
+        images = scheduler.images
+        lines.append(
+            f"images: features of {images.tokens} tokens are held, of {images.plan.cache_tokens} at most; "
+            f"{images.encoded_tokens} were encoded since the start"
         )
     by_state: dict[str, list[Sequence]] = defaultdict(list)
     for sequence in scheduler.sequences():

@@ -2,8 +2,8 @@
 
 Knows: what may cross and how it is framed. Refuses to know: who starts whom, and what a message leads to.
 
-      front  --  Start, Add, Cancel, Finish, Forget, Sleep, Describe, Fault, Drain, Stop  -->  engine
-      front  <--  Located, Ready, Batch (one per turn of the engine), Described, Fatal  --  engine
+      front  --  Start, Add, Cancel, Finish, Forget, Sleep, Describe, CheckAdapter, Fault, Drain, Stop  -->  engine
+      front  <--  Located, Ready, Batch (one per turn of the engine), Described, AdapterChecked, Fatal  --  engine
 
       on the socket      | length, 4 bytes | msgpack | length | msgpack | ...
 
@@ -52,10 +52,22 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """When the front started this process, by `time.perf_counter`, so that no part of the start is in nobody's account."""
     faults: bool = False
     """Whether `Fault` is obeyed."""
+    step_times: str = ""
+    """A file that fitted step times are read from and kept in; empty: none."""
+    adapters: dict[str, str] = {}
+    """Name -> key (`Request.adapter`) of the adapters to begin with, where `goals.adapters` makes room; the start fails with one that the
+    model cannot take."""
 
 
 class Describe(msgspec.Struct, frozen=True, tag=True):
     """Asks for `Described`; answered also while a step hangs."""
+
+
+class CheckAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Asks whether the model can take an adapter, by its key; answered with `AdapterChecked` beside the steps. Nothing is loaded: the first
+    request that names the adapter does that."""
+
+    key: str
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +85,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End now: open requests end with "abort"."""
 
 
-Order = Start | Add | Cancel | Finish | Forget | Sleep | Describe | Fault | Drain | Stop
+Order = Start | Add | Cancel | Finish | Forget | Sleep | Describe | CheckAdapter | Fault | Drain | Stop
 
 
 # -- engine to front -------------------------------------------------------------------------------------------------
@@ -126,6 +138,22 @@ class Described(msgspec.Struct, frozen=True, tag=True):
     """What the executor waits for, where it says so."""
 
 
+class AdapterChecked(msgspec.Struct, frozen=True, tag=True):
+    """Why the model cannot take an adapter, a whole sentence; None where it can."""
+
+    key: str
+    why: str | None = None
+
+
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """Something for the log, which the front writes in its own form."""
+
+    logger: str
+    level: int
+    """Of the package `logging`."""
+    text: str
+
+
 class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine cannot go on; the process ends after this."""
 
@@ -135,7 +163,7 @@ class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something the user can put right: the text is a whole sentence with advice."""
 
 
-Answer = Located | Ready | Batch | Described | Fatal
+Answer = Located | Ready | Batch | Described | AdapterChecked | Said | Fatal
 
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

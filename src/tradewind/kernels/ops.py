@@ -93,12 +93,13 @@ class LatentUp:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankBank:
-    """For one matrix [N, K], room for the low-rank additions of `slots` adapters: A [rank, K] and B [N, rank] each. Opaque outside kernels;
-    made by `AdapterOps.low_rank_bank`."""
+    """For one matmul of matrices [N, K] stacked along N (its parts), room for the low-rank additions of `slots` adapters: for each part A
+    [rank, K] and B [N, rank]. Opaque outside kernels; made by `AdapterOps.low_rank_bank`."""
 
     slots: int
     rank: int
-    n: int
+    sizes: tuple[int, ...]
+    """N of each part."""
     k: int
     data: tuple[Tensor, ...]
     nbytes: int
@@ -243,6 +244,10 @@ class Ops(Protocol):
     def scale(self, x: Tensor, *, factor: float, count: Count) -> None:
         """x = factor * x in place; x [T, N]."""
 
+    def temper(self, x: Tensor, positions: Tensor, *, every: int, slope: float, count: Count) -> None:
+        """x[t] = (1 + slope ln(1 + floor((positions[t] + 1) / every))) * x[t] in place; x [T, N], positions int32 [T]. How queries grow
+        with the length of what they look back on (Llama 4)."""
+
     def gelu(self, x: Tensor, *, count: Count) -> None:
         """x = x Phi(x) in place, Phi the normal distribution function (the erf form, not the tanh one); x [T, F]."""
 
@@ -287,9 +292,11 @@ class Ops(Protocol):
         sinks: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        chunked: bool = False,
     ) -> None:
-        """Paged attention. q, out [T, H * D]. Causal: position p sees 0 .. p; with a window w it sees p - w + 1 .. p. Not causal: every
-        token sees all `lengths` keys of its row, without a window (an encoder, whose whole text is one row of a step).
+        """Paged attention. q, out [T, H * D]. Causal: position p sees 0 .. p; with a window w it sees p - w + 1 .. p, and when windows are
+        `chunked`, which is to restart at each multiple of w, p - p % w .. p. Not causal: every token sees all `lengths` keys of its row,
+        without a window (an encoder, whose whole text is one row of a step).
         Softmax in float32; `sinks` [H] adds exp(sink) to the denominator; softcap c: scores -> c tanh(scores / c)."""
 
     def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:
@@ -346,8 +353,10 @@ class ExpertOps(Ops, Protocol):
         down_bias: Tensor | None,
         out: Tensor,
         count: Count,
+        weigh_input: bool = False,
     ) -> None:
-        """out[t] = sum over k of weights[t, k] * down_e(activation(gate_e x[t]) * up_e x[t]), e = ids[t, k]; x, out [T, E].
+        """out[t] = sum over k of weights[t, k] * down_e(activation(gate_e x[t]) * up_e x[t]), e = ids[t, k]; x, out [T, E]. weigh_input:
+        the weight is a factor on what gate and up make of x[t] (so on x[t]) instead, before their biases, and answers are just added.
 
         Whatever the routing: an expert may take no token, or all of them, and none is dropped. How tokens are sorted by expert is the op
         set's own affair, on its device. Only experts that are sent a token are read. gate_up_bias [X, 2F] is gate's then up's, down_bias
@@ -391,22 +400,32 @@ class LatentOps(Ops, Protocol):
 class AdapterOps(Ops, Protocol):
     """An op set that adds low-rank changes of weights too (LoRA), those of many adapters in one step."""
 
-    def low_rank_bank(self, *, slots: int, rank: int, n: int, k: int) -> LowRankBank:
-        """Room for `slots` adapters of at most `rank`, all zeros."""
+    def low_rank_bank(self, *, slots: int, rank: int, sizes: tuple[int, ...], k: int, exact: bool) -> LowRankBank:
+        """Room for `slots` adapters of at most `rank`, all without effect. exact: kept in float32 where the op set can; else in bf16."""
 
     def set_low_rank(
-        self, bank: LowRankBank, slot: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+        self, bank: LowRankBank, slot: int, part: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
     ) -> None:
-        """Writes an adapter's A [r, K] and B [N, r], r at most the bank's rank; outside recordings, between steps."""
+        """Writes an adapter's A [r, K] and B [N, r] for one part, r at most the bank's rank (0: no change); outside recordings, between
+        steps."""
 
-    def add_low_rank(
-        self, x: Tensor, bank: LowRankBank, adapters: Tensor, *, start: int, out: Tensor, count: Count
-    ) -> None:
-        """out[t, start : start + N] += B_s (A_s x[t]), s = adapters[t] (int32 [T]); where s is under 0 the row stays as it is. x [T, K]."""
+    def add_low_rank(self, x: Tensor, bank: LowRankBank, adapters: Tensor, *, out: Tensor, count: Count) -> None:
+        """out[t, of part p] += B_sp (A_sp x[t]), s = adapters[t] (int32 [T]); where s is under 0 the row stays as it is. x [T, K], out
+        [T, sum of all parts' N]."""
 
     def glue(self, x: Tensor, *, activation: Activation, out: Tensor, count: Count) -> None:
         """out [T, F] = gate and up made one as `Activation` says; x [T, 2F] is gate's, then up's. What `gated_linear` does at its end, for
         matmuls between whose parts something is added."""
+
+
+class AxesOps(Ops, Protocol):
+    """An op set that turns heads by several positions of a token too: those of images, A axes of them."""
+
+    def rope_angles_axes(
+        self, positions: Tensor, axes: Tensor, inv_freq: Tensor, *, scale: float, out: Tensor, count: Count
+    ) -> None:
+        """out[t] = scale * (cos | sin) of float32 positions[axes[j], t] * inv_freq[j]; positions int32 [A, T], axes int32 [D/2], inv_freq
+        [D/2], out [T, D] = cos half, then sin half."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tradewind.kernels import reference, reference_lora, reference_mla, reference_moe
+from tradewind.kernels import reference, reference_axes, reference_lora, reference_mla, reference_moe
 from tradewind.kernels.ops import (
     Activation,
     Compute,
@@ -143,17 +143,21 @@ class PlainOps:
         nbytes = sum(each.nbytes for each in data)
         return LatentUp(heads=heads, nope=nope, value=value, rank=rank, data=data, nbytes=nbytes)
 
-    def low_rank_bank(self, *, slots: int, rank: int, n: int, k: int) -> LowRankBank:
-        data = (torch.zeros(slots, rank, k), torch.zeros(slots, n, rank))
-        return LowRankBank(slots=slots, rank=rank, n=n, k=k, data=data, nbytes=sum(each.nbytes for each in data))
+    def low_rank_bank(self, *, slots: int, rank: int, sizes: tuple[int, ...], k: int, exact: bool) -> LowRankBank:
+        """Always exact."""
+        data = (torch.zeros(slots, len(sizes), rank, k), torch.zeros(slots, sum(sizes), rank))
+        nbytes = sum(each.nbytes for each in data)
+        return LowRankBank(slots=slots, rank=rank, sizes=sizes, k=k, data=data, nbytes=nbytes)
 
     def set_low_rank(
-        self, bank: LowRankBank, slot: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+        self, bank: LowRankBank, slot: int, part: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
     ) -> None:
-        for each in bank.data:
-            each[slot] = 0
-        bank.data[0][slot, : len(a)] = torch.from_numpy(np.array(a, np.float32))
-        bank.data[1][slot, :, : len(a)] = torch.from_numpy(np.array(b, np.float32))
+        start = sum(bank.sizes[:part])
+        down, up = bank.data[0][slot, part], bank.data[1][slot, start : start + bank.sizes[part]]
+        down.zero_()
+        up.zero_()
+        down[: len(a)] = torch.from_numpy(np.array(a, np.float32))
+        up[:, : len(a)] = torch.from_numpy(np.array(b, np.float32))
 
     def _read(self, raw: npt.NDArray[np.uint8], format: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Float32 values, always in fresh memory."""
@@ -208,6 +212,11 @@ class PlainOps:
         live = as_torch(x)[: int(count[0])]
         live.copy_(reference.scale(live, factor=factor))
 
+    def temper(self, x: Any, positions: Any, *, every: int, slope: float, count: Count) -> None:
+        n = int(count[0])
+        live = as_torch(x)[:n]
+        live.copy_(reference.temper(live, as_torch(positions)[:n], every=every, slope=slope))
+
     def gelu(self, x: Any, *, count: Count) -> None:
         live = as_torch(x)[: int(count[0])]
         live.copy_(reference.gelu(live))
@@ -248,6 +257,7 @@ class PlainOps:
         down_bias: Any | None,
         out: Any,
         count: Count,
+        weigh_input: bool = False,
     ) -> None:
         # Not the reference's own function, which knows no rounding of activations and copies every expert's rows.
         n = int(count[0])
@@ -258,21 +268,31 @@ class PlainOps:
             mine = slice(int(start[expert]), int(start[expert + 1]))
             if mine.start == mine.stop:
                 continue
-            rows = live[order[mine] // chosen.shape[1]]
+            rows = as_seen(live[order[mine] // chosen.shape[1]], gate_up.layout, terms=self._terms)
+            if weigh_input:
+                rows = rows * weighed.flatten()[order[mine], None]
             gate, up = gate_up.data[0][expert].view(-1, 2, gate_up.k).unbind(1)
             inner = reference.gated_linear(
-                as_seen(rows, gate_up.layout, terms=self._terms), gate, up, activation=activation,
+                rows, gate, up, activation=activation,
                 bias=None if gate_up_bias is None else as_torch(gate_up_bias)[expert],
             )  # fmt: skip
             answers[mine] = reference.linear(
                 as_seen(inner, down.layout, terms=self._terms), down.data[0][expert],
                 None if down_bias is None else as_torch(down_bias)[expert],
             )  # fmt: skip
-        as_torch(out)[:n] = reference_moe.combine(answers, weighed, order)
+        as_torch(out)[:n] = reference_moe.combine(answers, torch.ones_like(weighed) if weigh_input else weighed, order)
 
     def rope_angles(self, positions: Any, inv_freq: Any, *, scale: float, out: Any, count: Count) -> None:
         n = int(count[0])
         as_torch(out)[:n] = reference.rope_angles(as_torch(positions)[:n], as_torch(inv_freq), scale=scale)
+
+    def rope_angles_axes(
+        self, positions: Any, axes: Any, inv_freq: Any, *, scale: float, out: Any, count: Count
+    ) -> None:
+        n = int(count[0])
+        as_torch(out)[:n] = reference_axes.rope_angles_axes(
+            as_torch(positions)[:, :n], as_torch(axes), as_torch(inv_freq), scale=scale
+        )
 
     def rope_store(
         self,
@@ -312,6 +332,7 @@ class PlainOps:
         sinks: Any | None,
         out: Any,
         causal: bool = True,
+        chunked: bool = False,
     ) -> None:
         live = int(rows.rows[0])
         start = as_torch(rows.query_start)[: live + 1]
@@ -329,6 +350,7 @@ class PlainOps:
             softcap=softcap,
             sinks=None if sinks is None else as_torch(sinks),
             causal=causal,
+            chunked=chunked,
         )
 
     def latent_store(
@@ -359,10 +381,10 @@ class PlainOps:
             as_torch(q)[:tokens], kv.k, start, as_torch(rows.lengths)[:live], as_torch(rows.page_table)[:live], *up.data, scale=scale
         )  # fmt: skip
 
-    def add_low_rank(self, x: Any, bank: LowRankBank, adapters: Any, *, start: int, out: Any, count: Count) -> None:
+    def add_low_rank(self, x: Any, bank: LowRankBank, adapters: Any, *, out: Any, count: Count) -> None:
         n, (a, b) = int(count[0]), bank.data
         live, which = as_torch(out)[:n], as_torch(adapters)[:n]
-        live.copy_(reference_lora.add_low_rank(as_torch(x)[:n], a, b, which, live, start=start))
+        live.copy_(reference_lora.add_low_rank(as_torch(x)[:n], a, b, which, live, sizes=bank.sizes))
 
     def glue(self, x: Any, *, activation: Activation, out: Any, count: Count) -> None:
         n = int(count[0])
@@ -403,7 +425,7 @@ class PlainOps:
 
     def copy_pages(self, kv: KVLayer, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         for pages in (kv.k, kv.v):
-            pages[as_torch(target).long()] = pages[as_torch(source).long()]
+            pages[torch.tensor(target.tolist())] = pages[torch.tensor(source.tolist())]
 
 
 def packed(values: torch.Tensor, *, layout: str, bits: int, group: int = 0, gated: bool = False) -> PackedMatrix:

@@ -66,6 +66,14 @@ def scale(x: Tensor, *, factor: float) -> Tensor:
     return factor * x
 
 
+def temper(x: Tensor, positions: Tensor, *, every: int, slope: float) -> Tensor:
+    """Each row times 1 + slope ln(1 + floor((position + 1) / every)): x [T, N], positions [T]. Nakanishi 2025 (scalable softmax), as in
+    Llama 4, where it starts to matter behind `every` tokens.
+    """
+    steps = torch.div(positions.to(x.dtype) + 1, every, rounding_mode="floor")
+    return x * (1 + slope * torch.log1p(steps))[:, None]
+
+
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x), Phi the normal distribution function (Hendrycks & Gimpel 2016)."""
     return x * 0.5 * torch.erfc(x * -math.sqrt(0.5))
@@ -179,14 +187,17 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     causal: bool = True,
+    chunked: bool = False,
 ) -> Tensor:
     """Attention of every row over its own pages: q [T, H D] -> [T, H D].
 
     Row r owns tokens query_start[r] .. query_start[r + 1] and lengths[r] keys; its last token sees all of them, the one before it one
     fewer, and so on. With a window w, position p sees p - w + 1 .. p: a page wholly before that may have been dropped (page id 0), so
-    what it holds must not matter. When not causal, every token of a row sees all of its keys, and there is no window.
+    what it holds must not matter. Chunked windows restart at multiples of w: position p sees p - p % w .. p. When not causal, every token
+    of a row sees all of its keys, and there is no window.
     """
     assert causal or window is None, "a window looks back: it is for causal attention"
+    assert window is not None or not chunked, "chunks are windows"
     out = torch.zeros_like(q)
     for row in range(len(lengths)):
         begin, end, length = int(query_start[row]), int(query_start[row + 1]), int(lengths[row])
@@ -199,7 +210,7 @@ def attention(
         key_position = torch.arange(length)
         seen = (key_position <= position) | torch.tensor(not causal)
         if window is not None:
-            seen &= key_position > position - window
+            seen &= key_position >= (position - position % window if chunked else position - window + 1)
         values = torch.where(seen.any(0)[:, None, None], values, 0)  # 0 * (garbage of a dropped page) must be 0
 
         score = torch.einsum("ngrd,lgd->grnl", query, keys) * scale

@@ -8,13 +8,16 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def add_low_rank(x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, out: Tensor, *, start: int) -> Tensor:
-    """out with B_s A_s x[t] added to the columns from `start` on, s = adapters[t], where that is not under 0.
+def add_low_rank(x: Tensor, a: Tensor, b: Tensor, adapters: Tensor, out: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
+    """out with B_sp A_sp x[t] added to the columns of each part p, s = adapters[t], where that is not under 0.
 
-    x [T, K], a [S, R, K], b [S, N, R], adapters [T], out [T, at least start + N]; changes nothing.
+    x [T, K], a [S, P, R, K], b [S, N of all parts, R], adapters [T], out [T, N of all parts], sizes: N of each part. Changes nothing.
     """
     result = out.clone()
     for row, adapter in enumerate(adapters.tolist()):
-        if adapter >= 0:
-            result[row, start : start + b.shape[1]] += b[adapter] @ (a[adapter] @ x[row])
+        start = 0
+        for part, n in enumerate(sizes):
+            if adapter >= 0:
+                result[row, start : start + n] += b[adapter, start : start + n] @ (a[adapter, part] @ x[row])
+            start += n
     return result

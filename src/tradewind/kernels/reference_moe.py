@@ -84,13 +84,17 @@ def experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    weigh_input: bool = False,
 ) -> Tensor:
     """Each token through its experts, weighted and summed: x [T, E], ids and weights [T, K] -> [T, E].
 
     gate, up [X, F, E]; down [X, E, F]; gate_up_bias [X, 2F] is gate's, then up's; down_bias [X, E] is weighted too.
+    weigh_input: what goes into an expert is weighted, and not what comes out of it (Llama 4).
     """
     order, start = dispatch(ids, experts=len(gate))
     rows = x[order // ids.shape[1]]
+    if weigh_input:
+        rows, weights = rows * weights.flatten()[order, None], torch.ones_like(weights)
     y = torch.empty(len(order), x.shape[1], dtype=x.dtype)
     for expert in range(len(gate)):
         mine = slice(int(start[expert]), int(start[expert + 1]))

@@ -41,11 +41,13 @@ OPS: dict[str, OpSpec] = {
         _row("logprobs", tolerance=ROUNDING, cpu="logprobs"),
         _row("rms_norm_span", tolerance=ROUNDING, cpu="rms_norm_span"),
         _row("rope_angles", tolerance=ROUNDING, cpu="rope_angles"),
+        _row("rope_angles_axes", tolerance=ROUNDING, cpu="rope_angles_axes", module="reference_axes"),
         _row("rope_store", tolerance=ROUNDING, cpu="rope_store"),
         _row("route", tolerance=ROUNDING, cpu="route", module="reference_moe"),
         _row("sample", tolerance=EXACT, cpu="sample"),
         _row("scale", tolerance=ROUNDING, cpu="scale"),
         _row("softcap", tolerance=ROUNDING, cpu="softcap"),
+        _row("temper", tolerance=ROUNDING, cpu="temper"),
     )
 }
 """By name, sorted. copy_pages runs outside recordings and is a plain memory copy in every op set."""

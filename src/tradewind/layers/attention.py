@@ -5,6 +5,8 @@ Knows: heads, windows, which rope and KV group a layer uses. Refuses to know: ho
 
 from __future__ import annotations
 
+import numpy as np
+
 from tradewind.device.batch import ForwardBatch
 from tradewind.layers.build import Build, Tensor, Weights
 from tradewind.layers.linear import Linear
@@ -25,13 +27,20 @@ class Attention:
         self.softcap = card.attention_softcap
         self.causal = card.causal
         self.window = card.layer_windows[layer] if card.layer_windows else None
+        self.chunked = card.windows_restart and self.window is not None
+        turned = not card.layer_ropes or card.layer_ropes[layer]
         self.rope = "local" if card.rope_local is not None and self.window is not None else "global"
+        self.rope = self.rope if turned else "absent"
+        self.temper = None if turned else card.temper
 
         sizes = {"q": self.width, "k": card.kv_heads * card.head_dim, "v": card.kv_heads * card.head_dim}
         self.qkv = Linear(build, weights, sizes, k=card.hidden, bias=card.qkv_bias)
         self.output = Linear(build, weights, {"output": card.hidden}, k=self.width, bias=card.output_bias)
         self.q_norm = self.k_norm = None
-        if card.qk_norm:
+        if card.qk_norm and not card.qk_norm_weights:
+            if turned:
+                self.q_norm = self.k_norm = self.ops.constant(np.ones(card.head_dim, np.float32))
+        elif card.qk_norm:
             self.q_norm = weights.vector({"q_norm.weight": card.head_dim}, offset=card.norm_offset)
             self.k_norm = weights.vector({"k_norm.weight": card.head_dim}, offset=card.norm_offset)
         self.sinks = weights.vector({"sinks": card.heads}) if card.attention_sinks else None
@@ -60,6 +69,10 @@ class Attention:
             out=q,
             count=batch.tokens,
         )
+        if self.temper is not None:
+            self.ops.temper(
+                q, batch.positions, every=self.temper.every, slope=self.temper.slope, count=batch.tokens
+            )  # fmt: skip
         mixed = batch.scratch.take("mixed", (batch.capacity, self.width))
         self.backend.run(
             q,
@@ -72,5 +85,6 @@ class Attention:
             sinks=self.sinks,
             out=mixed,
             causal=self.causal,
+            chunked=self.chunked,
         )
         return self.output(batch, mixed, out=out)

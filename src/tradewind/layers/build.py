@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tradewind.attention.backend import Backend as Backend
 from tradewind.config.card import ModelCard
+from tradewind.kernels.ops import Compute as Compute
 from tradewind.kernels.ops import Count as Count
 from tradewind.kernels.ops import Ops as Ops
 from tradewind.kernels.ops import PackedMatrix, RowTable
@@ -26,6 +27,13 @@ class Weights(Protocol):
 
     def at(self, place: str) -> Weights:
         """The same weights seen from a place further inside."""
+
+    @property
+    def compute(self) -> Compute:
+        """How the matrices here are multiplied."""
+
+    def unquantised(self) -> Weights:
+        """The same weights, packed as numbers of their own: bf16 where the rest is computed so, otherwise float32."""
 
     def place(self, name: str) -> str:
         """The whole place of a name here."""

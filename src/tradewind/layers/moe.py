@@ -27,6 +27,7 @@ class MoE:
         self.ops = cast("ExpertOps", build.ops)  # resolve() chooses no op set without experts for such a card
         self.size = card.hidden
         self.activation = card.activation
+        self.weigh_input = moe.weigh_input
         self.routing = Routing(
             top_k=moe.per_token,
             score=moe.score,
@@ -77,7 +78,7 @@ class MoE:
         result = take(out, (rows, self.size))
         self.ops.experts(
             x, ids, weights, self.gate_up, self.down, activation=self.activation, gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias, out=result, count=count,
+            down_bias=self.down_bias, out=result, count=count, weigh_input=self.weigh_input,
         )  # fmt: skip
         if self.shared is not None:
             gate = None

@@ -58,12 +58,13 @@ def frequencies(rope: RopeFacts, *, head_dim: int, max_positions: int = 0) -> tu
 
 def llama3(inv_freq: Frequencies, rope: RopeFacts) -> Frequencies:
     """Llama 3.1: waves longer than original / low_freq_factor are stretched by `factor`, those shorter than
-    original / high_freq_factor are left, those between are blended. Source: Llama 3 report and its published code.
+    original / high_freq_factor are left, those between are blended; both factors may be one (Llama 4). Source: Llama 3 report and its
+    published code.
     """
     assert rope.original_max_positions is not None
     turns = rope.original_max_positions * inv_freq / (2 * math.pi)  # full turns within the original context
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = keep.clip(0, 1)
+    width = rope.high_freq_factor - rope.low_freq_factor
+    keep = ((turns - rope.low_freq_factor) / width).clip(0, 1) if width else (turns >= rope.low_freq_factor) * 1.0
     return keep * inv_freq + (1 - keep) * inv_freq / rope.factor
 
 

@@ -23,11 +23,13 @@ from tradewind.models import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     mixtral,
     olmo2,
     phi3,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
     qwen3,
     qwen3_moe,
@@ -62,6 +64,8 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     """Empty: this family is not read from GGUF files."""
     gguf_interleaved: Mapping[str, str] = field(default_factory=dict)
+    hf_interleaved: Mapping[str, str] = field(default_factory=dict)
+    """Places whose rows lie with the two halves of each rotated pair side by side, in either kind of file."""
     fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Tensors that hold several matrices, and how they are cut (weights/split.py)."""
     regroup: Mapping[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
@@ -112,6 +116,17 @@ FAMILIES: dict[str, Family] = {
         gguf_names=llama.GGUF_NAMES,
         gguf_interleaved=llama.GGUF_INTERLEAVED,
     ),
+    "llama4": Family(
+        model=llama4.Llama4,
+        hf_places=llama4.HF_PLACES,
+        gguf_names=llama4.GGUF_NAMES,
+        gguf_interleaved=llama4.INTERLEAVED,
+        hf_interleaved=llama4.INTERLEAVED,
+        fused=llama4.FUSED,
+        hf_renames=llama4.HF_RENAMES,
+        regroup=llama4.REGROUP,
+        ignored=llama4.IGNORED,
+    ),
     "mistral": Family(
         model=mistral.Mistral,
         hf_places=mistral.HF_PLACES,
@@ -139,6 +154,7 @@ FAMILIES: dict[str, Family] = {
         gguf_names=qwen2.GGUF_NAMES,
         hf_renames=llama.HF_RENAMES_BARE,
     ),
+    "qwen2_5_vl": Family(model=qwen2_5_vl.Qwen25VL, hf_places=qwen2_5_vl.HF_PLACES, hf_renames=qwen2_5_vl.HF_RENAMES),
     "qwen2_moe": Family(
         model=qwen2_moe.Qwen2Moe,
         hf_places=qwen2_moe.HF_PLACES,

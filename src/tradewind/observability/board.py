@@ -21,7 +21,7 @@ from tradewind.config.plan import ClassPlan, LedgerLine, Plan, Reason
 from tradewind.contract.events import Arrived, Delayed, Held, Preempted, Scheduled, StepDone, Woken
 from tradewind.observability.live_attainment import AttainmentState, LiveAttainment
 from tradewind.observability.lives import Life, Listener
-from tradewind.observability.metrics import EngineFacts
+from tradewind.observability.metrics import DegradeFacts, EngineFacts, StepTimeFacts
 from tradewind.observability.proc import resident_bytes
 from tradewind.observability.timeline import Timeline, TimelineState
 
@@ -120,6 +120,30 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     resident_bytes: list[int | None]
 
 
+class Overload(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engine stands on its degrade ladder."""
+
+    level: int
+    """0: nothing is given up."""
+    most: int
+    gives_up: str
+    """The name of the rung."""
+    pressure: float
+    """From 1 on rungs are taken."""
+    changes: int
+    refused: int
+    shortened: int
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """How well step times are known. Errors are parts of the measured time; null: not fitted yet."""
+
+    steps: int
+    error_p50: float | None
+    error_p90: float | None
+    paces: bool
+
+
 class BoardState(msgspec.Struct, frozen=True, kw_only=True):
     """What GET /board answers."""
 
@@ -143,6 +167,10 @@ class BoardState(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory
     series: Series
     attainment: AttainmentState
+    overload: Overload | None = None
+    """Null where the plan has no ladder."""
+    step_times: StepTimes | None = None
+    """Null where they are not fitted."""
     timeline: TimelineState | None = None
     """Only where it was asked for."""
 
@@ -175,6 +203,11 @@ class Board(Listener):
         self.attainment = LiveAttainment(plan.schedule.classes if plan is not None else ())
         self.timeline = Timeline(began_s=self._began_s)
         self._encode = msgspec.json.Encoder().encode
+
+    def replanned(self, plan: Plan | None, *, max_running: int) -> None:
+        """Another plan is in force."""
+        self._max_running = max_running
+        self._planned_bytes = sum(line.bytes for line in plan.ledger) if plan is not None else None
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -308,6 +341,8 @@ class Board(Listener):
             ),
             series=self._series(whole, first),
             attainment=self.attainment.state(now_s, targets=targets),
+            overload=_overload(facts.degrade),
+            step_times=_known(facts.step_times),
             timeline=None if steps_since is None else self.timeline.state(tenant, since=steps_since, now_s=now_s),
         )
 
@@ -378,6 +413,26 @@ def plan_json(plan: Plan | None) -> bytes:
             reasons=plan.reasons,
         )
     )
+
+
+def _overload(ladder: DegradeFacts | None) -> Overload | None:
+    if ladder is None:
+        return None
+    return Overload(
+        level=ladder.level,
+        most=ladder.most,
+        gives_up=ladder.name,
+        pressure=ladder.pressure,
+        changes=ladder.ups + ladder.downs,
+        refused=ladder.refused,
+        shortened=ladder.shortened,
+    )
+
+
+def _known(times: StepTimeFacts | None) -> StepTimes | None:
+    if times is None:
+        return None
+    return StepTimes(steps=times.steps, error_p50=times.error_median, error_p90=times.error_p90, paces=times.paces)
 
 
 def _share(used: tuple[int, ...], total: tuple[int, ...]) -> float:

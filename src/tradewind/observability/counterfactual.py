@@ -51,6 +51,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     others_steps: int
     """Steps with others' prompts while it was there."""
     page_tokens: int
+    line_s: float = 0.0
+    """What it waited in line behind steps with others' prompts."""
+    others: bool = False
+    """Whether anybody else's answer was computed beside it."""
 
 
 def counterfactual(asked: Asked, cost: StepCost) -> Counterfactual | None:
@@ -75,7 +79,12 @@ def counterfactual(asked: Asked, cost: StepCost) -> Counterfactual | None:
         case "neighbour":
             chunk = asked.step_tokens
             waited = first.get("queue_tokens", 0.0) + first.get("others_prefill", 0.0)
-            if waited >= 0.5 * (seconds.get("queue_tokens", 0.0) + seconds.get("others_prefill", 0.0)):
+            if asked.line_s > seconds.get("queue_tokens", 0.0) + seconds.get("others_prefill", 0.0):
+                # It came amid a long step; of one half as long half as much is left.
+                change = f"chunk {max(1, chunk // 2)}"
+                ttft_s = e2e_s = -0.5 * asked.line_s
+                others_s = -0.5 * cost.prefill_s * chunk
+            elif waited >= 0.5 * (seconds.get("queue_tokens", 0.0) + seconds.get("others_prefill", 0.0)):
                 # It waited for others' prompts to be done: twice the chunk needs half the steps, and saves what a step costs besides.
                 change = f"chunk {2 * chunk}"
                 saved = asked.others_steps // 2 * (cost.base_s + cost.decode_s * asked.chunk_rows)
@@ -105,9 +114,17 @@ def counterfactual(asked: Asked, cost: StepCost) -> Counterfactual | None:
             change = f"chunk {2 * chunk}"
             ttft_s = e2e_s = -max(0, asked.chunks - steps) * (cost.base_s + cost.decode_s * asked.chunk_rows)
             others_s = cost.prefill_s * min(chunk, max(0, computed - chunk))
-        case "grammar":
+        case "grammar" if seconds.get("grammar", 0.0) >= seconds.get("grammar_masks", 0.0):
             change = "its grammar compiled before"
             ttft_s, e2e_s = gone("grammar")
+        case "grammar":
+            change = "a grammar whose masks take no time"
+            ttft_s, e2e_s = gone("grammar_masks")
+            if asked.others:
+                others_s = e2e_s / max(1, asked.generated_tokens)
+        case "others_grammar":
+            change = "no other request's grammar in its steps"
+            ttft_s, e2e_s = gone("others_grammar")
         case "shared_prefix":
             change = "its prefix in the cache when it came"
             ttft_s, e2e_s = gone("prefix_wait", "sample_wait")

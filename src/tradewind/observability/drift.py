@@ -1,6 +1,6 @@
 """Notices that traffic has left what the plan was made for: its rate, the lengths of prompts and answers, what prompts share.
 
-Knows: four figures of traffic, how much they scatter, and when a change is no chance. Refuses to know: what to do about it (tune.propose).
+Knows: four figures of traffic, how much they scatter, and when a change is no chance. Refuses to know: what to do about it (tune.guard).
 
       requests   | 32 of them | 32 of them | ...         their mean, in its own standard deviations from the plan's
       CUSUM      S = max(0, S + |off by| - slack)        grows only while traffic stays off to the same side by more than the slack
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tradewind.contract.errors import UserError
-from tradewind.contract.events import Arrived, Event, Scheduled, TokensOut
+from tradewind.contract.events import Arrived
+from tradewind.observability.attainment import Timed
+from tradewind.observability.lives import Life, Listener
 
 Reals = npt.NDArray[np.float64]
 What = Literal["answer length", "prefix share", "prompt length", "rate"]
@@ -32,6 +34,8 @@ BATCH = 32
 """Requests of a mean: enough that lengths, which are anything but normal, have means that are."""
 FEWEST = 4 * BATCH
 """An envelope needs so many requests."""
+LEARNT = 1000
+"""So many make a good one."""
 TOLERANCE = 1.25
 """A rate or a length that changed by less than this factor is within the plan ..."""
 SHARE_TOLERANCE = 0.1
@@ -53,6 +57,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     cached_tokens: int = 0
     """Of the prompt, how many were found."""
+    traffic_class: str = ""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +79,11 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """It was made from so many."""
 
     @classmethod
-    def of(cls, arrivals: Iterable[Arrival]) -> Envelope:
-        """From traffic in order of arrival. Raises UserError when it is too little to tell how much it scatters."""
+    def of(cls, arrivals: Iterable[Arrival], *, others: int = 0) -> Envelope:
+        """From traffic in order of arrival. `others` came among it and ended otherwise, so that they count for the rate alone.
+
+        Raises UserError when it is too little to tell how much it scatters.
+        """
         own = list(arrivals)
         if len(own) < FEWEST:
             raise UserError(f"{len(own)} requests are too few to tell what is usual: at least {FEWEST} are needed")
@@ -98,7 +106,27 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
                 mean=float(values.mean()), batch_sd=max(sd, 1e-3), sure=max(sd, 1e-3) / math.sqrt(len(values))
             )
         span = max(own[-1].at_s - own[0].at_s, 1e-9)
-        return cls(figures=figures, requests_per_s=(len(own) - 1) / span, requests=len(own))
+        more = 1 + others / len(own)
+        rate = figures["rate"]
+        figures["rate"] = msgspec.structs.replace(rate, mean=rate.mean + math.log(more))
+        return cls(figures=figures, requests_per_s=more * (len(own) - 1) / span, requests=len(own))
+
+    def near(self, other: Envelope) -> bool:
+        """Whether the other one is within the tolerance of a plan that was made for this one."""
+        return all(
+            abs(other.figures[what].mean - figure.mean)
+            <= (SHARE_TOLERANCE if what == "prefix share" else math.log(TOLERANCE))
+            for what, figure in self.figures.items()
+        )
+
+    def described(self) -> str:
+        """A few words."""
+        figures = self.figures
+        return (
+            f"{math.exp(figures['rate'].mean):.3g} requests/s, prompts of {math.exp(figures['prompt length'].mean):.0f} tokens "
+            f"({100 * figures['prefix share'].mean:.0f} % found in the cache), answers of "
+            f"{math.exp(figures['answer length'].mean):.0f}"
+        )
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,41 +261,136 @@ class DriftGuard:
         return self.found
 
 
-class DriftListener:
-    """A sink that shows a guard what an engine tells, and keeps the newest requests for whoever plans anew. Never raises."""
+class DriftListener(Listener):
+    """Shows a guard what happens in a server, and keeps the newest requests for whoever plans anew. Costs some additions a request.
+
+    Without an envelope it learns what is usual first: from the requests that come from then on.
+    """
 
     KEPT = 2048
 
-    def __init__(self, guard: DriftGuard) -> None:
-        self.guard = guard
+    def __init__(
+        self,
+        usual: Envelope | None = None,
+        *,
+        learn: int = LEARNT,
+        on_drift: Callable[[Drift], None] = lambda drift: None,
+        on_learnt: Callable[[Envelope], None] = lambda usual: None,
+        on_ended: Callable[[float, Timed, bool], None] = lambda arrived_s, timed, left: None,
+    ) -> None:
+        """`learn`: requests to learn from. `on_ended` is told of each request that is over when it came, how it went (times that it did not
+        live to see: how long it waited for them), and whether its client left it."""
+        self.on_drift, self.on_learnt, self.on_ended = on_drift, on_learnt, on_ended
+        self.guard: DriftGuard | None = None if usual is None else DriftGuard(usual)
         self.recent: deque[Arrival] = deque(maxlen=self.KEPT)
-        self._open: dict[str, Arrival] = {}
+        """Requests that were answered, in the order of their ends."""
+        self._learn = max(learn, FEWEST)
+        self._open: dict[str, tuple[Life, str]] = {}
+        self._learnt: list[Arrival] = []
+        self._others = 0
+        self._since_s = -math.inf
+        """What came before is not learnt from."""
 
     @property
     def found(self) -> Drift | None:
-        return self.guard.found
+        return None if self.guard is None else self.guard.found
 
-    def take(self, event: Event) -> None:
-        """See contract.events.Sink."""
-        if isinstance(event, Arrived):
-            self._open[event.request_id] = Arrival(at_s=event.at_s, prompt_tokens=event.prompt_tokens, output_tokens=0)
-            self.guard.came(event.at_s, prompt_tokens=event.prompt_tokens)
-        elif isinstance(event, Scheduled) and not event.resumed:
-            known = self._open.get(event.request_id)
-            if known is not None:
-                self._open[event.request_id] = msgspec.structs.replace(known, cached_tokens=event.cached_tokens)
-        elif isinstance(event, TokensOut) and event.finish is not None:
-            known = self._open.pop(event.request_id, None)
-            if known is not None and event.finish in ("stop", "length"):
-                done = msgspec.structs.replace(known, output_tokens=event.generated_tokens)
-                self.recent.append(done)
-                self.guard.ended(done, now=event.at_s)
+    @property
+    def learnt(self) -> tuple[int, int]:
+        """From how many requests of how many it has learnt; equal when it knows what is usual."""
+        return (self._learn, self._learn) if self.guard is not None else (len(self._learnt), self._learn)
 
-    def take_reports(self, reports: Iterable[object]) -> None:
-        """A whole turn's reports (engine.columns.ReportSink); columns of tokens are passed over, for nothing ends in them."""
-        for report in reports:
-            if isinstance(report, Arrived | Scheduled | TokensOut):
-                self.take(report)
+    def use(self, usual: Envelope) -> None:
+        """This is what is usual."""
+        self.guard = DriftGuard(usual)
+        self._learnt = []
+
+    def relearn(self, now: float) -> None:
+        """Forgets what was usual; what comes from now on is."""
+        self.guard = None
+        self._learnt, self._others, self._since_s = [], 0, now
+
+    def arrived(self, life: Life, event: Arrived) -> None:
+        """See Listener."""
+        self._open[life.id] = (life, event.traffic_class)
+        if self.guard is not None:
+            self._tell(self.guard.came(event.at_s, prompt_tokens=life.prompt_tokens))
+
+    def ended(self, life: Life) -> None:
+        """See Listener."""
+        known = self._open.pop(life.id, None)
+        if known is None:
+            return
+        answered = life.finish in ("stop", "length")
+        self.on_ended(life.arrived_s, _timed(life, known[1]), life.finish == "abort")
+        if answered:
+            done = _arrival(life, known[1], output_tokens=life.generated_tokens)
+            self.recent.append(done)
+            if self.guard is not None:
+                self._tell(self.guard.ended(done, now=life.ended_s))
+        if self.guard is None and life.arrived_s >= self._since_s:
+            if answered:
+                self._learnt.append(done)
+            else:
+                self._others += 1
+            self._try_to_learn()
+
+    def quiet(self, now: float) -> None:
+        """To be called now and then: silence is a drift, too."""
+        if self.guard is not None:
+            self._tell(self.guard.quiet(now))
+
+    def traffic(self, since_s: float) -> list[Arrival]:
+        """What came since, in order of arrival; of requests that are not over the answer is taken to be as long as others'."""
+        done = [one for one in self.recent if one.at_s >= since_s]
+        lengths = [one.output_tokens for one in done or self.recent]
+        usual = max(1, round(sum(lengths) / len(lengths))) if lengths else 1
+        opened = [
+            _arrival(life, name, output_tokens=usual) for life, name in self._open.values() if life.arrived_s >= since_s
+        ]
+        return sorted((*done, *opened), key=lambda one: one.at_s)
+
+    @property
+    def open(self) -> list[Life]:
+        """What is not over."""
+        return [life for life, _ in self._open.values()]
+
+    def _tell(self, found: Drift | None) -> None:
+        if found is not None:
+            self.on_drift(found)
+
+    def _try_to_learn(self) -> None:
+        # The newest requests are short ones: the long ones that came with them are still open.
+        cut = min(len(self._open), self._learn // 2)
+        if len(self._learnt) < self._learn + cut:
+            return
+        own = sorted(self._learnt, key=lambda one: one.at_s)[: len(self._learnt) - cut]
+        others = round(self._others * len(own) / len(self._learnt))
+        usual = Envelope.of(own, others=others)
+        self.use(usual)
+        self.on_learnt(usual)
+
+
+def _arrival(life: Life, traffic_class: str, *, output_tokens: int) -> Arrival:
+    return Arrival(
+        at_s=life.arrived_s,
+        prompt_tokens=life.prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=life.cached_tokens,
+        traffic_class=traffic_class,
+    )
+
+
+def _timed(life: Life, traffic_class: str) -> Timed:
+    first_s, last_s = life.first_token_s, life.last_token_s
+    gaps = life.generated_tokens - 1
+    return Timed(
+        traffic_class=traffic_class,
+        ttft_s=(life.ended_s if first_s is None else first_s) - life.arrived_s,
+        tpot_s=None if first_s is None or last_s is None or gaps < 1 else (last_s - first_s) / gaps,
+        e2e_s=life.ended_s - life.arrived_s,
+        failed=life.finish == "error",
+    )
 
 
 def limit_for(*, runs: float, slack: float) -> float:

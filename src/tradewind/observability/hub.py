@@ -40,7 +40,9 @@ class Hub:
         log_requests: bool = False,
         page_tokens: int = 16,
         max_tokens_per_step: int = 2048,
+        more: Iterable[Listener] = (),
     ) -> None:
+        """`more` listeners are told of every sequence, too."""
         self.metrics, self.board, self.plan, self.traces = metrics, board, plan, traces
         self.on_itemised: Callable[[ItemisedReceipt, ReceiptLike | None], None] = lambda made, receipt: None
         """Told every itemised receipt; a journal listens here."""
@@ -52,6 +54,7 @@ class Hub:
         listeners: list[Listener] = [metrics, board, self.receipts]
         if traces is not None:
             listeners.append(traces)
+        listeners += more
         self._lives = Lives(listeners, on_bug=_bug)
 
     @classmethod
@@ -71,6 +74,7 @@ class Hub:
         otlp_endpoint: str | None = None,
         page_tokens: int = 16,
         max_tokens_per_step: int = 2048,
+        more: Iterable[Listener] = (),
     ) -> Self:
         """All of them. Raises MissingExtraError or UserError for an endpoint that cannot be used."""
         traces = make_traces(otlp_endpoint, model=model, version=version) if otlp_endpoint else None
@@ -101,7 +105,17 @@ class Hub:
             log_requests=log_requests,
             page_tokens=page_tokens,
             max_tokens_per_step=max_tokens_per_step,
+            more=more,
         )
+
+    def replanned(
+        self, plan: Plan | None, *, max_running: int, page_tokens: int = 16, max_tokens_per_step: int = 2048
+    ) -> None:
+        """Another engine serves, under this plan."""
+        self.receipts.replanned(page_tokens=page_tokens, max_tokens_per_step=max_tokens_per_step)
+        self.plan = plan_json(plan)
+        self.metrics.replanned(plan_info(plan))
+        self.board.replanned(plan, max_running=max_running)
 
     def take(self, event: Event | TokenColumns) -> None:
         """See contract.events.Sink."""

@@ -82,7 +82,7 @@ class SequenceEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Of the prompt and the answer behind it, whole blocks only."""
     prompt: tuple[int, ...] | None = None
     output: tuple[int, ...] | None = None
-    """Tokens; only in a raw journal."""
+    """Tokens; only in a raw journal, and not of a prompt with images, whose pixels no journal has."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -310,6 +310,7 @@ class JournalWriter:
             sampling="greedy" if first.sampling.temperature == 0 else "sampled",
             constrained=first.grammar is not None,
             priority=first.priority,
+            traffic_class=first.traffic_class,
             tenant=self._hash(first.tenant),
             namespace=self._hash(space),
             sequences=tuple(self._sequence(request, tokens, space) for request, tokens in asked),
@@ -320,14 +321,27 @@ class JournalWriter:
 
     def _sequence(self, request: Request, output: Sequence[int], space: str) -> SequenceEntry:
         whole = [*request.tokens, *output]
+        for (
+            first,
+            count,
+            image,
+        ) in request.image_keys:  # their tokens are all the same mark: what stands there is the image's
+            whole[first : first + count] = _spelled(image, count)
+        raw = self._raw and not request.image_keys  # no journal has pixels, so that prompt could not be sent again
         return SequenceEntry(
             prompt_tokens=len(request.tokens),
             output_tokens=len(output),
             max_tokens=request.max_tokens,
             blocks=block_chain(whole, block_tokens=self._header.block_tokens, key=self._key, namespace=space),
-            prompt=request.tokens if self._raw else None,
-            output=tuple(output) if self._raw else None,
+            prompt=request.tokens if raw else None,
+            output=tuple(output) if raw else None,
         )
+
+
+def _spelled(image: str, count: int) -> list[int]:
+    """So many numbers for an image: the same for the same one."""
+    drawn = hashlib.shake_128(image.encode()).digest(4 * count)
+    return array("i", drawn).tolist()
 
 
 def _tokens(asked: Sequence[tuple[Request, Sequence[int]]]) -> int:

@@ -119,6 +119,44 @@ STEP_S = (
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
+class DegradeFacts(Protocol):
+    """What is given up under overload (the engine's ladder)."""
+
+    @property
+    def level(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def pressure(self) -> float: ...
+    @property
+    def ups(self) -> int: ...
+    @property
+    def downs(self) -> int: ...
+    @property
+    def refused(self) -> int: ...
+    @property
+    def shortened(self) -> int: ...
+
+
+class StepTimeFacts(Protocol):
+    """How well step times are known."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def held_out(self) -> int: ...
+    @property
+    def error_median(self) -> float | None: ...
+    @property
+    def error_p90(self) -> float | None: ...
+    @property
+    def refits(self) -> int: ...
+    @property
+    def paces(self) -> bool: ...
+
+
 class EngineFacts(Protocol):
     """What is open now (the engine's stats)."""
 
@@ -130,6 +168,10 @@ class EngineFacts(Protocol):
     def pages_used(self) -> tuple[int, ...]: ...
     @property
     def pages_total(self) -> tuple[int, ...]: ...
+    @property
+    def degrade(self) -> DegradeFacts | None: ...
+    @property
+    def step_times(self) -> StepTimeFacts | None: ...
 
 
 class Histogram:
@@ -243,6 +285,8 @@ class Metrics(Listener):
         self._engine_pid, self._refused = engine_pid, refused
         self._info = {name: dict(labels) for name, labels in (info or {}).items()}
         self._startup_s = tuple(startup_s)
+        self.more: list[Callable[[Page], None]] = []
+        """Who adds families of its own to the page."""
         self._began_unix_s = time.time()
         self._prompt = self._cached = self._computed = self._recomputed = self._generated = 0
         self._preemptions = self._delays = self._steps = self._rows = 0
@@ -262,6 +306,10 @@ class Metrics(Listener):
         self._request_generated = Histogram(TOKENS)
         self._step_device = Histogram(STEP_S)
         self._step_host = Histogram(STEP_S)
+
+    def replanned(self, info: Mapping[str, Mapping[str, str]]) -> None:
+        """Another plan is in force: its facts, as `info`."""
+        self._info |= {name: dict(labels) for name, labels in info.items()}
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -338,6 +386,8 @@ class Metrics(Listener):
         self._open_now(page)
         self._counters(page)
         self._histograms(page)
+        for add in self.more:
+            add(page)
         self._about(page)
         return page.text()
 
@@ -360,6 +410,8 @@ class Metrics(Listener):
             page.family(f"{PREFIX}{name}", "gauge", help)
             for group, value in enumerate(values):
                 page.sample(f"{PREFIX}{name}", value, group=str(group))
+        _degrade(page, facts.degrade)
+        _step_times(page, facts.step_times)
         if self._alive is not None:
             page.one(f"{PREFIX}engine_up", "gauge", "1 while the engine can serve.", int(self._alive()))
 
@@ -455,3 +507,44 @@ class Metrics(Listener):
             name = "process_start_time_seconds"
             plain.one(name, "gauge", "When this process began, Unix time.", self._began_unix_s)
         page.append(plain)
+
+
+def _degrade(page: Page, ladder: DegradeFacts | None) -> None:
+    """Where the engine stands on its ladder; nothing where it has none."""
+    if ladder is None:
+        return
+    for name, kind, help, value in (
+        ("level", "gauge", "Rung of the degrade ladder; 0: nothing is given up.", ladder.level),
+        (
+            "pressure",
+            "gauge",
+            "How near the highest class is to missing its targets; from 1 on rungs are taken.",
+            ladder.pressure,
+        ),
+        ("refused_total", "counter", "Requests of the lowest class that were refused under overload.", ladder.refused),
+        ("shortened_total", "counter", "Requests whose answers may be shorter than asked.", ladder.shortened),
+    ):
+        page.one(f"{PREFIX}degrade_{name}", kind, help, value)
+    name = f"{PREFIX}degrade_changes_total"
+    page.family(name, "counter", "Rungs taken and taken back.")
+    page.sample(name, ladder.ups, direction="up")
+    page.sample(name, ladder.downs, direction="down")
+
+
+def _step_times(page: Page, times: StepTimeFacts | None) -> None:
+    """How well step times are known; nothing where nobody fits them."""
+    if times is None:
+        return
+    name = f"{PREFIX}step_time_error_ratio"
+    if times.error_median is not None and times.error_p90 is not None:
+        page.family(
+            name, "gauge", "|predicted - measured| / measured of steps that the fitted step times had not seen."
+        )
+        page.sample(name, times.error_median, quantile="0.5")
+        page.sample(name, times.error_p90, quantile="0.9")
+    for name, kind, help, value in (
+        ("fitted_steps", "gauge", "Steps that the newest step times are fitted to; 0: not fitted yet.", times.steps),
+        ("refits_total", "counter", "Times that step times were fitted.", times.refits),
+        ("paces", "gauge", "1 while steps are paced by the fitted times.", int(times.paces)),
+    ):
+        page.one(f"{PREFIX}step_time_{name}", kind, help, value)

@@ -31,6 +31,7 @@ from tradewind.observability.receipts import (
     BINDINGS,
     NOTABLE,
     OF_CAUSE,
+    SAYS,
     Binding,
     BindingCause,
     ItemisedReceipt,
@@ -48,6 +49,10 @@ CHUNKS = 4096
 """So many of the latest prompt chunks are remembered by name, to say whose they were."""
 SCANNED = 1024
 """Of these so many are looked at for one receipt."""
+STEPS = 32
+"""So many steps ago a request may have come when it is first heard of: while it waited for the engine's turn."""
+LINE: tuple[PartName, ...] = ("inbox", "queue_step")
+"""What is waited in line, until the step that runs is done: nobody held the request up, but somebody was in that step."""
 
 
 class ReceiptBook(Listener):
@@ -94,9 +99,17 @@ class ReceiptBook(Listener):
         """Up to when the steps are counted."""
         self._unmarked: list[tuple[float, Track, int]] = []
         """Moments that no step has reached yet."""
+        self._before: deque[tuple[float, float, Sums, Sums]] = deque(maxlen=2 * STEPS)
+        """(begin, end, sums at the begin, what was added) of the latest steps and of the time before each."""
         self._queue = QueueHolds()
         self._lately: deque[tuple[float, str, float]] = deque(maxlen=CHUNKS)
         """(end of the step, whose prompt, seconds)."""
+        self._masks_lately: deque[tuple[float, str, float]] = deque(maxlen=CHUNKS)
+        """The same of grammars' masks, of each step those two that took most."""
+
+    def replanned(self, *, page_tokens: int, max_tokens_per_step: int) -> None:
+        """Another plan is in force."""
+        self._page_tokens, self._max_tokens_per_step = page_tokens, max_tokens_per_step
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
@@ -115,6 +128,9 @@ class ReceiptBook(Listener):
         if track is None:
             return
         at_s = life.phases[-1][1] if life.finish is None else life.ended_s
+        if self._end_s is not None and at_s < self._end_s:
+            track.marks.append(self._sums_at(at_s))
+            return
         track.marks.append(None)
         self._unmarked.append((at_s, track, len(track.marks) - 1))
         if len(self._unmarked) > 2 * PENDING:  # requests come and go, and no step is made: all of it is idle time
@@ -196,18 +212,27 @@ class ReceiptBook(Listener):
         if event.device_s or event.collect_s:  # the rest of the time it waited for the engine's host side
             begin_s = max(begin_s, end_s - max(event.device_s, event.collect_s))
         took_s = end_s - begin_s
-        stalled = self.fit.is_stall(prefill=prefill, decode=decode, seconds=took_s)
-        self.fit.learn(prefill=prefill, decode=decode, seconds=took_s)
-        share = self._share(event, took_s, stalled=stalled)
+        # What it stood still for is known; the rest was spent on its tokens.
+        masks_s = min(event.grammar_s, took_s)
+        draft_s = min(event.draft_s, took_s - masks_s)
+        tokens_s = took_s - masks_s - draft_s
+        stalled = self.fit.is_stall(prefill=prefill, decode=decode, seconds=tokens_s)
+        self.fit.learn(prefill=prefill, decode=decode, seconds=tokens_s)
+        share = self._share(event, tokens_s, stalled=stalled)
+        share.masks, share.draft = masks_s, share.draft + draft_s
         idle = Sums(idle=max(0.0, begin_s - before_s))
         working = self._sums.plus(idle)
         self._mark(before_s, begin_s, self._sums, idle)
         self._mark(begin_s, end_s, working, share)
+        self._before.append((before_s, begin_s, self._sums, idle))
+        self._before.append((begin_s, end_s, working, share))
         self._sums, self._end_s = working.plus(share), end_s
         self._count_chunks(event, share)
+        if masks_s > 0:
+            self._count_masks(event, masks_s / event.grammar_s)
 
     def _share(self, event: StepDone, took_s: float, *, stalled: bool) -> Sums:
-        """What the time of one step was for."""
+        """What the time that one step spent on its tokens was for."""
         cost = self.fit.cost
         prefill, decode = event.prompt_tokens, event.tokens - event.prompt_tokens
         expected_s = cost.step_s(prefill=prefill, decode=decode)
@@ -244,6 +269,13 @@ class ReceiptBook(Listener):
                 track.marks[place] = before.plus(share, part)
         self._unmarked = later
 
+    def _sums_at(self, at_s: float) -> Sums:
+        """The sums at a moment that has passed, as far back as is remembered."""
+        for begin_s, end_s, before, share in reversed(self._before):
+            if begin_s <= at_s:
+                return before.plus(share, min(1.0, (at_s - begin_s) / (end_s - begin_s)) if end_s > begin_s else 1.0)
+        return self._before[0][2]
+
     def _count_chunks(self, event: StepDone, share: Sums) -> None:
         if not event.prompt_tokens:
             return
@@ -260,6 +292,18 @@ class ReceiptBook(Listener):
             track.own[place] = track.own.get(place, 0.0) + share.base + tokens * each_s
             track.chunks += 1
             track.chunk_rows += rows
+
+    def _count_masks(self, event: StepDone, scale: float) -> None:
+        told = sorted(zip(event.grammar_parts, event.grammar_ids, strict=True), reverse=True)
+        self._masks_lately.extend((event.at_s, name, scale * seconds) for seconds, name in told[:2])
+        for seconds, name in told:
+            track = self._tracks.get(name) or self._ended.get(name)
+            if track is None:
+                continue
+            # The phase that it was in before this step's token, which may have ended it.
+            phases = track.life.phases
+            place = next((i for i in range(len(phases) - 1, 0, -1) if phases[i][1] < event.at_s), 0)
+            track.masks[place] = track.masks.get(place, 0.0) + scale * seconds
 
     def ended(self, life: Life) -> None:
         """See Listener."""
@@ -356,8 +400,9 @@ class ReceiptBook(Listener):
         )
         whole = Bill(times.received_s)
         self._front_in(whole, times, last)
-        self._engine(whole, last, self._answer_ended(last, times, finished_s))
-        front_out(whole, times.turns, finished_s)
+        left = receipt is not None and receipt.finish == "disconnect"
+        self._engine(whole, last, self._answer_ended(last, times, finished_s, left=left))
+        front_out(whole, times.turns, finished_s, left=left)
         ttft = None
         if first is not None and first.life.first_token_s is not None:
             ttft = Bill(times.received_s)
@@ -371,14 +416,21 @@ class ReceiptBook(Listener):
         who = {**(first.who if first is not None else {}), **last.who}
         steps = self._between(last)
         largest_s = 0.0
-        if whole.seconds.get("others_prefill", 0.0) + whole.seconds.get("queue_tokens", 0.0) > 0.05 * whole.total_s:
+        line = self._line(last)
+        line_s = line.get("others_prefill", 0.0) * sum(whole.seconds.get(name, 0.0) for name in LINE)
+        if (
+            line_s + whole.seconds.get("others_prefill", 0.0) + whole.seconds.get("queue_tokens", 0.0)
+            > 0.05 * whole.total_s
+        ):
             name, largest_s = self._neighbours(last)
             if name:
                 who["others_prefill"] = name
+        if whole.seconds.get("others_grammar", 0.0) > 0 or line.get("others_grammar", 0.0) > 0:
+            who["others_grammar"] = self._slow_grammar(last)
         shown = {part: self._shown(name, tenant) for part, name in who.items()}
         generated = receipt.completion_tokens if receipt is not None else life.generated_tokens
         decoded_s = (life.last_token_s or 0.0) - (life.first_token_s or 0.0)
-        binding = _binding(whole, shown, last, ttft)
+        binding = _binding(whole, line, shown, last, ttft)
         asked = Asked(
             cause=binding.cause,
             seconds=dict(whole.seconds.items()),
@@ -391,7 +443,9 @@ class ReceiptBook(Listener):
             step_tokens=self._max_tokens_per_step,
             others_chunk_s=largest_s,
             others_steps=max(0, int(steps.prompt_steps)),
+            line_s=line_s,
             page_tokens=self._page_tokens,
+            others=whole.seconds.get("others_decode", 0.0) > 0.01 * whole.total_s,
         )
         return ItemisedReceipt(
             id=receipt.id if receipt is not None else life.id,
@@ -412,17 +466,20 @@ class ReceiptBook(Listener):
             ttft=ttft.parts(shown) if ttft is not None else (),
             e2e=whole.parts(shown),
             binding=binding,
-            ttft_binding=_binding(ttft, shown, last, ttft) if ttft is not None else None,
+            ttft_binding=_binding(ttft, line, shown, last, ttft) if ttft is not None else None,
             counterfactual=counterfactual(asked, self.fit.cost),
             error=receipt.error if receipt is not None else life.error,
             cost_error=self.fit.error,
         )
 
     @staticmethod
-    def _answer_ended(track: Track, times: FrontTimes, finished_s: float) -> float:
-        """When the engine's part was over: its last token, or when the front found that the text was complete before that."""
+    def _answer_ended(track: Track, times: FrontTimes, finished_s: float, *, left: bool) -> float:
+        """When the engine's part was over: its last token, or when the front found that the text was complete before that.
+
+        `left`: the client went away, so that the last turn is not the end.
+        """
         end_s = min(track.life.ended_s, finished_s)
-        if times.turns and track.life.finish in ("stop", "abort"):
+        if times.turns and not left and track.life.finish in ("stop", "abort"):
             end_s = min(end_s, times.turns[-1][0])
         return end_s
 
@@ -461,6 +518,9 @@ class ReceiptBook(Listener):
         begin, end = self._mark_at(track, place), self._mark_at(track, place + 1)
         gone = end.since(begin)
         out: dict[PartName, float] = {"engine": gone.idle, "stall": gone.stall, "draft": gone.draft}
+        if gone.masks > 0:
+            out["grammar_masks"] = min(track.masks.get(place, 0.0), gone.masks)
+            out["others_grammar"] = gone.masks - out["grammar_masks"]
         if phase == "prefill":
             prompts_s = gone.prefill + gone.mixed
             own_s = min(track.own.get(place, 0.0), prompts_s)
@@ -474,6 +534,18 @@ class ReceiptBook(Listener):
             out["others_prefill"] = gone.prefill
             out["others_decode"] = gone.decode - own_s
         return out
+
+    def _line(self, track: Track) -> dict[PartName, float]:
+        """What the steps were for that went by until it was scheduled, as far as others are to blame: parts of that time, 0 to 1."""
+        gone = self._mark_at(track, 1).since(self._mark_at(track, 0))
+        total_s = gone.idle + gone.base + gone.prefill + gone.decode + gone.draft + gone.masks + gone.stall
+        if total_s <= 0:
+            return {}
+        return {
+            "others_prefill": (gone.prefill + gone.mixed) / total_s,
+            "others_grammar": gone.masks / total_s,
+            "stall": gone.stall / total_s,
+        }
 
     def _mark_at(self, track: Track, place: int) -> Sums:
         """The sums at the begin of a phase; what no step has reached was idle time."""
@@ -492,19 +564,29 @@ class ReceiptBook(Listener):
         return self._mark_at(track, len(track.life.phases)).since(self._mark_at(track, places[0]))
 
     def _neighbours(self, track: Track) -> tuple[str, float]:
-        """Whose prompts took most of the time since it was taken in, and the most that one step spent on prompts after its own first
+        """Whose prompts took most of the time since it came, and the most that one step spent on prompts after its own first
         token; among the latest chunks."""
         times: dict[str, float] = {}
         steps: dict[float, float] = {}
         decoding_s = track.life.first_token_s if track.life.first_token_s is not None else track.life.ended_s
         for looked, (end_s, name, seconds) in enumerate(reversed(self._lately)):
-            if end_s <= track.taken_s or looked >= SCANNED:
+            if end_s <= track.life.arrived_s or looked >= SCANNED:
                 break
             if name != track.life.id and end_s <= track.life.ended_s:
                 times[name] = times.get(name, 0.0) + seconds
                 if end_s > decoding_s:
                     steps[end_s] = steps.get(end_s, 0.0) + seconds
         return max(times, key=lambda name: times[name], default=""), max(steps.values(), default=0.0)
+
+    def _slow_grammar(self, track: Track) -> str:
+        """Whose masks held up its steps most; among the latest ones."""
+        times: dict[str, float] = {}
+        for looked, (end_s, name, seconds) in enumerate(reversed(self._masks_lately)):
+            if end_s <= track.life.arrived_s or looked >= SCANNED:
+                break
+            if name != track.life.id and end_s <= track.life.ended_s:
+                times[name] = times.get(name, 0.0) + seconds
+        return max(times, key=lambda name: times[name], default="")
 
     def _shown(self, name: str, tenant: str) -> str:
         """Another tenant's requests are nobody's business."""
@@ -513,16 +595,26 @@ class ReceiptBook(Listener):
         return name
 
 
-def _binding(bill: Bill, who: dict[PartName, str], track: Track, ttft: Bill | None) -> Binding:
-    """What could have been spared most, if it is a notable part; otherwise its own prompt or answer, whichever is more."""
+def _binding(
+    bill: Bill, line: dict[PartName, float], who: dict[PartName, str], track: Track, ttft: Bill | None
+) -> Binding:
+    """What could have been spared most, if it is a notable part; otherwise its own prompt or answer, whichever is more.
+
+    `line`: of what it waited in line for a step, how much was whose.
+    """
     life, total_s = track.life, max(bill.total_s, 1e-9)
-    best = max(BINDINGS, key=lambda cause: sum(bill.seconds.get(name, 0.0) for name in BINDINGS[cause][0]))
+    spent = dict(bill.seconds)
+    for place in LINE:
+        for name, share in line.items():
+            spent[name] = spent.get(name, 0.0) + share * bill.seconds.get(place, 0.0)
+        spent[place] = (1.0 - sum(line.values())) * bill.seconds.get(place, 0.0)
+    best = max(BINDINGS, key=lambda cause: sum(spent.get(name, 0.0) for name in BINDINGS[cause][0]))
     names, says = BINDINGS[best]
-    seconds = sum(bill.seconds.get(name, 0.0) for name in names)
+    seconds = sum(spent.get(name, 0.0) for name in names)
     prompt_s, answer_s = bill.seconds.get("prefill", 0.0), bill.seconds.get("decode", 0.0)
     if seconds >= NOTABLE * (prompt_s + answer_s):
-        main = max(names, key=lambda name: bill.seconds.get(name, 0.0))
-        blocked_by = who.get(main, "")
+        main = max(names, key=lambda name: spent.get(name, 0.0))
+        blocked_by, says = who.get(main, ""), says or SAYS[main]
         cause: BindingCause = best
     else:
         first = ttft is not None and prompt_s >= 0.5 * ttft.total_s and prompt_s >= 0.3 * total_s

@@ -24,6 +24,9 @@ class Sums(msgspec.Struct):
     prefill: float = 0.0
     decode: float = 0.0
     draft: float = 0.0
+    """Making guesses, and computing wrong ones."""
+    masks: float = 0.0
+    """Standing still for grammars."""
     stall: float = 0.0
     mixed: float = 0.0
     row: float = 0.0
@@ -38,6 +41,7 @@ class Sums(msgspec.Struct):
             self.prefill + part * other.prefill,
             self.decode + part * other.decode,
             self.draft + part * other.draft,
+            self.masks + part * other.masks,
             self.stall + part * other.stall,
             self.mixed + part * other.mixed,
             self.row + part * other.row,
@@ -52,7 +56,8 @@ class Track:
     """What is noted of one sequence while it lives."""
 
     __slots__ = (
-        "blocked", "blocked_by", "causes", "chunk_rows", "chunks", "held_at", "life", "marks", "own", "seen", "taken_s", "tenant", "who",
+        "blocked", "blocked_by", "causes", "chunk_rows", "chunks", "held_at", "life", "marks", "masks", "own", "seen", "taken_s", "tenant",
+        "who",
     )  # fmt: skip
 
     def __init__(self, life: Life, *, taken_s: float, tenant: str) -> None:
@@ -61,7 +66,9 @@ class Track:
         self.marks: list[Sums | None] = []
         """The sums at the begin of each phase, and at the end of the last one."""
         self.own: dict[int, float] = {}
-        """By phase, seconds of steps for its own prompt tokens."""
+        """By phase, seconds of steps for its own prompt tokens ..."""
+        self.masks: dict[int, float] = {}
+        """... and for its own grammar's masks."""
         self.chunks = 0
         self.chunk_rows = 0.0
         self.seen = 0
@@ -149,8 +156,13 @@ class Bill:
         )
 
 
-def front_out(bill: Bill, turns: Sequence[tuple[float, float, float]], finished_s: float) -> None:
-    """What the front did after the engine was done: only that part of its turns which lies behind it."""
+def front_out(
+    bill: Bill, turns: Sequence[tuple[float, float, float]], finished_s: float, *, left: bool = False
+) -> None:
+    """What the front did after the engine was done: only that part of its turns which lies behind it.
+
+    `left`: the client went away; what it had not taken until then was waiting for it.
+    """
     before_s = 0.0
     for taken_s, spoken_s, written_s in turns:
         # A part that was taken before the last write ended waited for it; when it was taken up again is not known.
@@ -158,4 +170,4 @@ def front_out(bill: Bill, turns: Sequence[tuple[float, float, float]], finished_
         before_s = written_s
         bill.until("detokenise", min(spoken_s, finished_s))
         bill.until("socket", min(written_s, finished_s))
-    bill.until("delivery", finished_s)
+    bill.until("socket" if left else "delivery", finished_s)

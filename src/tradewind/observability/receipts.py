@@ -14,8 +14,8 @@ from tradewind.observability.counterfactual import Counterfactual
 
 PartName = Literal[
     "read", "parse", "tokenise", "inbox", "grammar", "sample_wait", "prefix_wait", "queue_slot", "queue_pages", "queue_tokens",
-    "queue_step", "prefill", "recompute", "others_prefill", "decode", "others_decode", "draft", "engine", "stall", "preempted",
-    "delivery", "detokenise", "socket",
+    "queue_step", "prefill", "recompute", "others_prefill", "decode", "others_decode", "grammar_masks", "others_grammar", "draft",
+    "engine", "stall", "preempted", "delivery", "detokenise", "socket",
 ]  # fmt: skip
 PARTS: tuple[PartName, ...] = get_args(PartName)
 SAYS: dict[PartName, str] = {
@@ -35,7 +35,9 @@ SAYS: dict[PartName, str] = {
     "others_prefill": "others' prompts in the same steps",
     "decode": "computing its answer",
     "others_decode": "others' answers in the same steps",
-    "draft": "guesses that were wrong, in its steps",
+    "grammar_masks": "its steps stood still for masks of its grammar",
+    "others_grammar": "its steps stood still for the masks of others' grammars",
+    "draft": "making guesses, and computing wrong ones, in its steps",
     "engine": "the engine between two steps",
     "stall": "steps that took much longer than their work explains",
     "preempted": "evicted, waiting to start again",
@@ -53,8 +55,8 @@ OF_CAUSE: dict[Cause, PartName] = {
 }
 
 BindingCause = Literal[
-    "kv_pages", "slots", "neighbour", "batch", "cold_prefix", "long_prompt", "answer", "grammar", "shared_prefix", "drafts", "client",
-    "front", "engine", "device_stall",
+    "kv_pages", "slots", "neighbour", "batch", "cold_prefix", "long_prompt", "answer", "grammar", "others_grammar", "shared_prefix",
+    "drafts", "client", "front", "engine", "device_stall",
 ]  # fmt: skip
 BINDINGS: dict[BindingCause, tuple[tuple[PartName, ...], str]] = {
     "kv_pages": (("queue_pages", "preempted", "recompute"), "KV pages were full"),
@@ -62,14 +64,16 @@ BINDINGS: dict[BindingCause, tuple[tuple[PartName, ...], str]] = {
     "neighbour": (("queue_tokens", "others_prefill"), "others' prompts were computed"),
     "batch": (("others_decode",), "others' answers were computed in the same steps"),
     "shared_prefix": (("prefix_wait", "sample_wait"), "another request was computing the same prefix"),
-    "grammar": (("grammar",), "its grammar was compiled"),
-    "drafts": (("draft",), "guesses were wrong"),
+    "grammar": (("grammar", "grammar_masks"), ""),
+    "others_grammar": (("others_grammar",), "its steps stood still for the masks of others' grammars"),
+    "drafts": (("draft",), "guesses were made, and were wrong"),
     "client": (("socket", "read"), "the client was slow"),
     "front": (("parse", "tokenise", "detokenise", "delivery"), "the HTTP front had work to do"),
-    "engine": (("inbox", "queue_step", "engine"), "the engine's host side was at work"),
+    "engine": (("inbox", "queue_step", "engine"), ""),
     "device_stall": (("stall",), "the device stood still"),
 }
-"""What it could have been spared, and by which parts it is known. Its own prompt and answer are none of these."""
+"""What it could have been spared, by which parts it is known, and what is said; "": what `SAYS` has for the largest of them. Its own prompt
+and answer are none of these."""
 NOTABLE = 0.4
 """A cause that took this part of what the request's own prompt and answer took is what bound it; below that its own work did."""
 

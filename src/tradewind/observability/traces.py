@@ -172,6 +172,8 @@ class Traces(Listener):
         made = self._itemised.pop(str(about["gen_ai.response.id"]), None)
         if made is not None:
             about |= {f"tradewind.part.{part.name}_ms": round(part.seconds * 1e3, 3) for part in made.e2e}
+            about |= {f"tradewind.blocked_by.{part.name}": part.blocked_by for part in made.e2e if part.blocked_by}
+            about |= {f"tradewind.ttft_part.{part.name}_ms": round(part.seconds * 1e3, 3) for part in made.ttft}
             about |= {
                 "tradewind.e2e_ms": round(made.e2e_s * 1e3, 3),
                 "tradewind.binding.cause": made.binding.cause,
@@ -179,6 +181,8 @@ class Traces(Listener):
             }
             if made.ttft_s is not None:
                 about["tradewind.ttft_ms"] = round(made.ttft_s * 1e3, 3)
+            if made.ttft_binding is not None:
+                about["tradewind.ttft_binding.cause"] = made.ttft_binding.cause
             if made.binding.blocked_by:
                 about["tradewind.binding.blocked_by"] = made.binding.blocked_by
             if made.counterfactual is not None:

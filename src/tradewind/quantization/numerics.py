@@ -46,6 +46,10 @@ class Numerics:
     compute: Compute
     quantization: Quantization
 
+    def unquantised(self) -> Numerics:
+        """The same for a matrix that is never quantised, nor its activations."""
+        return Numerics(compute="bf16" if self.compute == "bf16" else "f32", quantization="none")
+
     def for_sensitive(self) -> Numerics:
         """The same for a sensitive matrix."""
         return replace(self, quantization=SENSITIVE.get(self.quantization, self.quantization))

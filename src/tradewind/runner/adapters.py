@@ -7,7 +7,7 @@ Called between steps, by the runner alone, so a bank is never written while a st
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -32,6 +32,22 @@ class AdapterSlots:
         self._held: OrderedDict[str, int] = OrderedDict()
         """Adapter -> bank slot, the longest unused first."""
 
+    def begin(self, adapters: Mapping[str, str]) -> None:
+        """Loads adapters (name -> `Enter.adapter`) before the first step, as many as there is room for, and checks the others. Raises
+        UserError naming the first that cannot be used."""
+        for name, key in adapters.items():
+            try:
+                if key in self._held or len(self._held) == self._adapters.slots:
+                    self.check(key)
+                else:
+                    self._load(key)
+            except UserError as error:
+                raise UserError(f"adapter {name!r}: {error}") from None
+
+    def check(self, adapter: str) -> None:
+        """Raises UserError where the model cannot take an adapter; reads its files and changes nothing. From any thread."""
+        self._adapters.check(self._read(adapter))
+
     def enter(self, slot: int, adapter: str) -> None:
         """A sequence takes a slot; its adapter ("" is none) is loaded where it is not yet."""
         self.slot[slot] = NONE
@@ -44,6 +60,12 @@ class AdapterSlots:
             return
         self._held.move_to_end(adapter)
         self.slot[slot] = place
+
+    def needed(self, slots: Ints, refused: dict[int, str]) -> bool:
+        """Whether a step of these sequence slots has an adapter; rows whose adapter is not there are added to `refused` with the reason."""
+        for slot, reason in self.failed.items():
+            refused.update((int(row), reason) for row in np.flatnonzero(slots == slot))
+        return bool((self.slot[slots] >= 0).any())
 
     def leave(self, slot: int) -> None:
         """The sequence is gone."""
@@ -65,3 +87,10 @@ class AdapterSlots:
         self._adapters.put(place, changes)
         self._held[adapter] = place
         return place
+
+
+def check_adapter(slots: AdapterSlots | None, adapter: str) -> None:
+    """As `AdapterSlots.check`, also where there is no room for any."""
+    if slots is None:
+        raise UserError("this engine has no room for adapters")
+    slots.check(adapter)

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from tradewind.contract.errors import EngineDeadError
 from tradewind.contract.step import Step, StepResult
+from tradewind.runner.adapters import AdapterSlots, check_adapter
 from tradewind.runner.runner import StepRunner
 
 ResultT = TypeVar("ResultT")
@@ -23,8 +24,16 @@ ResultT = TypeVar("ResultT")
 class LocalExecutor:
     """contract.Executor over one StepRunner: in a thread of its own (`overlap`) or in the caller's."""
 
-    def __init__(self, runner: StepRunner, *, overlap: bool, at_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        overlap: bool,
+        at_close: Callable[[], None] | None = None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._at_close = at_close
         self._pending: deque[Step] = deque()
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
@@ -63,6 +72,10 @@ class LocalExecutor:
             self._raise_if_dead()
         assert isinstance(result, StepResult)
         return result
+
+    def check_adapter(self, key: str) -> None:
+        """Reads an adapter; changes nothing. Raises UserError where the model cannot take it. From any thread."""
+        check_adapter(self._adapters, key)
 
     def rest(self) -> None:
         """See contract.Resting: no step flies, so that the thread, if there is one, touches nothing."""
@@ -106,8 +119,15 @@ class DeviceRunner(Protocol):
 class DeviceExecutor:
     """contract.Executor over a DeviceRunner: submit puts work on the device and returns."""
 
-    def __init__(self, runner: DeviceRunner, *, at_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        *,
+        at_close: Callable[[], None] | None = None,
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._at_close = at_close
         self._dead: BaseException | None = None
 
@@ -115,6 +135,10 @@ class DeviceExecutor:
     def prepared(self) -> bool:
         """Whether no step will have to wait for a kernel to be compiled."""
         return self._runner.prepared
+
+    def check_adapter(self, key: str) -> None:
+        """Reads an adapter; changes nothing. Raises UserError where the model cannot take it. From any thread."""
+        check_adapter(self._adapters, key)
 
     def submit(self, step: Step) -> None:
         """Puts a step on the device. Raises EngineDeadError with the cause when that failed."""

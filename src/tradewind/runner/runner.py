@@ -29,6 +29,7 @@ from tradewind.device.slots import Slots
 from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
 from tradewind.models.registry import Model
 from tradewind.runner.adapters import AdapterSlots
+from tradewind.runner.encoder import ImageSlots
 from tradewind.runner.pooling import PoolingSlots
 from tradewind.sampling.columns import SlotSampling
 from tradewind.sampling.grammar import GrammarSlots
@@ -64,8 +65,9 @@ class StepRunner:
         head_rows: int = 32,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterSlots | None = None,
+        images: ImageSlots | None = None,
     ) -> None:
-        self._adapters = adapters
+        self._adapters, self._images = adapters, images
         self._model, self._ops, self._kv, self._groups = model, ops, kv, groups
         self._head_rows = head_rows
         self._capacity = max_tokens_per_step
@@ -109,6 +111,7 @@ class StepRunner:
             layer_group=tuple(_group_of(layer, self._groups) for layer in range(len(self._kv))),
             scratch=Scratch(self._ops),
             adapters=None if self._adapters is None else constant(np.full(self._capacity, -1, np.int32)),
+            images=None if self._images is None else self._images.rows,
         )
         # The op set's memory is host memory (cpu, plain): lay steps out in it directly instead of copying.
         host = self._ops.host
@@ -133,6 +136,8 @@ class StepRunner:
             self._pooling.leave(slot)
             if self._adapters is not None:
                 self._adapters.leave(slot)
+            if self._images is not None:
+                self._images.leave(slot)
             if self._grammar is not None:
                 self._grammar.leave(slot)
         for enter in step.enter:
@@ -141,6 +146,8 @@ class StepRunner:
             self._pooling.enter(enter)
             if self._adapters is not None:
                 self._adapters.enter(enter.slot, enter.adapter)
+            if self._images is not None:
+                self._images.enter(enter)
             if self._grammar is not None:
                 self._grammar.enter(enter)
         self._slots.turn_pages(step)
@@ -150,6 +157,9 @@ class StepRunner:
             live = int(self._arrays.tokens[0])
             self._ops.host(self._batch.adapters)[:live] = self._adapters.slot[self._arrays.token_slot[:live]]
         laid_out = time.perf_counter()
+        if self._images is not None:
+            self._images.turn(step)
+            self._images.lay_out(step, self._arrays)
         for move in step.moves:
             assert move.kind == "copy", f"this runner has no tier for moves of kind {move.kind!r}"
             for layer in self._groups[move.group].layers:
@@ -162,6 +172,7 @@ class StepRunner:
                 for row in np.flatnonzero(step.slot == slot):
                     tokens[row], failed[int(row)] = -1, reason
         hidden = self._pool(step, failed)
+        grammar_s, grammar_rows = self._grammar.spent(step.slot) if self._grammar is not None else (0.0, {})
         offset = np.zeros(step.rows + 1, np.int32)
         np.cumsum(tokens >= 0, out=offset[1:], dtype=np.int32)
         return StepResult(
@@ -177,6 +188,8 @@ class StepRunner:
             complete=complete,
             device_s=time.perf_counter() - laid_out,
             host_s=laid_out - began,
+            grammar_s=grammar_s,
+            grammar_rows=grammar_rows,
         )
 
     def _check(self, step: Step) -> None:
@@ -217,6 +230,8 @@ class StepRunner:
 
     def rest(self) -> None:
         """Gives the memory of keys and values back to the system, where the op set can; addresses stay, contents are lost."""
+        if self._images is not None:
+            self._images.rest()
         release = getattr(self._ops, "release", None)
         if release is not None:
             for layer in self._kv:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,16 @@ BLANKS_FREE = 48
 """So many tokens of nothing but white space cost nothing; past them they must stay fewer than the others."""
 ALONE = 4
 """From so many rows on, masks of one step are computed by several threads."""
+SLOW_S = 0.001
+"""When those took longer, one of the next ones, each row's in turn, is computed by itself: so it is known whose are slow."""
 
 
 class _Held:
     """One slot's constraint and how far its answer is. Written by the runner; its matcher by the mask thread while `masks` may wait."""
 
-    __slots__ = ("blanks", "compiled", "complete", "error", "fresh", "matcher", "others", "over", "stops", "thinking")
+    __slots__ = (
+        "blanks", "compiled", "complete", "cost_s", "error", "fresh", "matcher", "others", "over", "stops", "thinking", "usual_s",
+    )  # fmt: skip
 
     def __init__(self, compiled: Compiled | None, *, stops: Sequence[int], error: str | None = None) -> None:
         self.compiled = compiled
@@ -52,6 +57,10 @@ class _Held:
         """No token yet: reasoning may begin."""
         self.complete = self.over = False
         self.blanks = self.others = 0
+        self.cost_s = 0.0
+        """What its next mask took the mask thread ..."""
+        self.usual_s = 1e-6
+        """... and what the last one that was computed by itself took."""
 
     @property
     def masked(self) -> bool:
@@ -106,12 +115,18 @@ class GrammarSlots:
         self._thread: ThreadPoolExecutor | None = None
         self._team: Any = None
         self._running: Future[None] | None = None
+        self._spent_s = 0.0
+        self._costs: dict[int, float] = {}
+        """By slot, what the masks handed out since `spent` was asked had cost the mask thread."""
+        self._slow, self._turn = False, 0
+        """Of the mask thread, see SLOW_S."""
 
     def enter(self, enter: Enter) -> None:
         """A sequence takes a slot: its matcher is brought to where its generated tokens end. Never raises for a bad grammar."""
         self._held.pop(enter.slot, None)
         if enter.grammar is None:
             return
+        began = perf_counter()
         try:
             held = _Held(self._compiler.compiled(enter.grammar), stops=enter.eos_ids)
         except UserError as refused:
@@ -120,6 +135,7 @@ class GrammarSlots:
             held.take(token)
         self._held[enter.slot] = held
         self._compute([enter.slot])
+        self._spent_s += perf_counter() - began
 
     def leave(self, slot: int) -> None:
         """The slot's constraint is over."""
@@ -136,6 +152,7 @@ class GrammarSlots:
         held = {row: self._held[s] for row, s in enumerate(map(int, slot)) if s in self._held}
         if not held:
             return None, {}
+        began = perf_counter()
         self._settle()
         failed = {row: one.error for row, one in held.items() if one.error is not None}
         if self._gathered is None:
@@ -145,12 +162,15 @@ class GrammarSlots:
         for row, one in held.items():
             if one.masked and self._table is not None:
                 bits[row] = self._table[slot[row], : self._width]
+            self._costs[int(slot[row])], one.cost_s = one.cost_s, 0.0
+        self._spent_s += perf_counter() - began
         return bits, failed
 
     def advance(self, slot: Ints, tokens: Ints) -> list[int]:
         """Takes the tokens just sampled and begins with the next masks; the places in `slot` whose grammar is complete."""
         if not self._held:
             return []
+        began = perf_counter()
         self._settle()
         complete: list[int] = []
         going: list[int] = []
@@ -165,7 +185,24 @@ class GrammarSlots:
                 complete.append(place)
         if going:
             self._compute(going)
+        self._spent_s += perf_counter() - began
         return complete
+
+    def spent(self, slot: Ints) -> tuple[float, dict[int, float]]:
+        """How long the runner was held up here since the last call, and by row of `slot` that row's part of it; begins to count anew.
+
+        Parts are as what the rows' masks had cost, wherever that was computed.
+        """
+        seconds, costs = self._spent_s, self._costs
+        if not costs:  # entered, and nothing drawn yet: the step that draws first bears it
+            return 0.0, {}
+        self._spent_s, self._costs = 0.0, {}
+        rows = [int(row) for row in np.flatnonzero(np.isin(slot, list(costs)))]
+        parts = [costs[int(slot[row])] for row in rows]
+        total_s = sum(parts)
+        if total_s <= 0:
+            return seconds, dict.fromkeys(rows, seconds / len(rows)) if rows else {}
+        return seconds, {row: seconds * part / total_s for row, part in zip(rows, parts, strict=True)}
 
     def constrained(self, slot: int) -> bool:
         """Whether a slot's next token must obey a grammar."""
@@ -207,14 +244,30 @@ class GrammarSlots:
         row_bytes = table.strides[0]
         if len(matching) < ALONE:
             for slot, held in matching:
+                began = perf_counter()
                 held.matcher.unsafe_compute_mask_ptr(table[slot].ctypes.data, row_bytes)
+                held.usual_s = perf_counter() - began
+                held.cost_s += held.usual_s
         else:
             if self._team is None:
                 import llguidance
 
                 self._team = llguidance.LLExecutor()
-            pairs = [(held.matcher, slot) for slot, held in matching]
+            began = perf_counter()
+            together = matching
+            if self._slow:
+                self._turn = (self._turn + 1) % len(matching)
+                slot, alone = matching[self._turn]
+                together = matching[: self._turn] + matching[self._turn + 1 :]
+                alone.matcher.unsafe_compute_mask_ptr(table[slot].ctypes.data, row_bytes)
+                alone.usual_s = perf_counter() - began
+            pairs = [(held.matcher, slot) for slot, held in together]
             self._team.unsafe_compute_mask_ptr(pairs, table.ctypes.data, row_bytes, len(table))
+            took_s = perf_counter() - began
+            self._slow = took_s > SLOW_S
+            usual_s = sum(held.usual_s for _, held in matching)
+            for _, held in matching:
+                held.cost_s += took_s * held.usual_s / usual_s
         for slot, held in work:
             self._finish(table[slot], held)
 

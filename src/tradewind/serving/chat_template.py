@@ -110,7 +110,8 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation; changes nothing.
 
-        `messages`: {role, content, ...}, content a string or a list of {"type": "text", "text": ...}. `kwargs` reach the
+        `messages`: {role, content, ...}, content a string or a list of {"type": "text", "text": ...} and {"type": "image"}, for which a
+        template that knows images writes their mark. `kwargs` reach the
         template as variables. Raises RequestError for messages of a wrong shape and UserError, with the template's line, when
         the template refuses them, fails, or asks for more than its limits.
         """
@@ -162,10 +163,13 @@ class ChatTemplate:
         copy = dict(message)
         content = copy.get("content")
         if isinstance(content, list | tuple):
-            texts = [_part_text(part, place) for part in content]
-            copy["content"] = (
-                "\n".join(texts) if self._parts == "text" else [{"type": "text", "text": text} for text in texts]
-            )
+            parts = [_plain_part(part, place) for part in content]
+            if self._parts != "text":
+                copy["content"] = parts
+            elif IMAGE_PART in parts:
+                raise RequestError(f"message {place} has an image, and this model's chat template reads text alone")
+            else:
+                copy["content"] = "\n".join(part["text"] for part in parts)
         elif isinstance(content, str) and self._parts == "parts":
             copy["content"] = [{"type": "text", "text": content}]
         elif content is None and "content" in copy and not self._knows_none:
@@ -194,12 +198,19 @@ def check_messages(messages: object) -> list[Mapping[str, Any]]:
     return list(messages)
 
 
-def _part_text(part: object, place: int) -> str:
+IMAGE_PART: dict[str, str] = {"type": "image"}
+"""An image of a message, as templates see it."""
+
+
+def _plain_part(part: object, place: int) -> dict[str, str]:
+    """A part with nothing in it but what templates may see."""
     if isinstance(part, str):
-        return part
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
+        return {"type": "text", "text": str(part["text"])}
+    if isinstance(part, Mapping) and part == IMAGE_PART:
+        return dict(IMAGE_PART)
     raise RequestError(
         f"message {place} has a content part of type {kind!r}; this model takes parts of type 'text' with a text"
     )

@@ -15,6 +15,7 @@ import msgspec
 
 from tradewind.config.plan import Plan
 from tradewind.contract.errors import RequestError
+from tradewind.contract.image import Image
 from tradewind.contract.request import Pooling, Request, SamplingParams
 
 U64 = (1 << 64) - 1
@@ -70,8 +71,12 @@ class Intake:
         cache_salt: str = "",
         adapter: str = "",
         deadline_s: float | None = None,
+        images: tuple[Image, ...] = (),
     ) -> tuple[Request, ...]:
-        """`sampling.n` requests for one prompt, the later ones naming the first as parent. Raises RequestError with exact numbers."""
+        """`sampling.n` requests for one prompt, the later ones naming the first as parent. Raises RequestError with exact numbers.
+
+        images: whose tokens stand in the prompt already (`serving.images.placed`).
+        """
         limits = self.limits
         self.check_generates()
         sampling.check(vocab_size=limits.vocab_size)
@@ -110,6 +115,8 @@ class Intake:
                 arrived_s=now_s,
                 deadline_s=deadline_s,
                 parent=first if sample else None,
+                image_keys=tuple((image.first, image.count, image.key) for image in images),
+                images=images,
             )
             for sample in range(sampling.n)
         )

@@ -1,6 +1,11 @@
-"""The engine's process as the front sees it: started, awaited, watched, ended, and started again.
+"""The engine's process as the front sees it: started, awaited, watched, ended, and started again, also under another plan.
 
-Knows: one process at a time and the socket to it. Refuses to know: the command that starts it (`launch`), HTTP, and when to give up.
+Knows: one process at a time and the socket to it. Refuses to know: the command that starts it (`launch`), HTTP, when to give up, and why
+a plan changes.
+
+      hold()      what is new, and what has no slot yet, waits here; what runs goes on
+      switch()    the process ends and another begins under other goals; nothing may run
+      release()   what waited goes to the engine of that moment
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tradewind.config.goals import Goals
 from tradewind.contract.errors import EngineDeadError, UserError
 from tradewind.contract.events import FinishReason, TokensOut
 from tradewind.contract.request import Request
@@ -24,7 +30,9 @@ from tradewind.engine.client import Handle
 from tradewind.engine.columns import Report
 from tradewind.engine.remote import RemoteClient
 from tradewind.engine.stats import EngineStats
+from tradewind.engine.waiting import WaitingClient
 from tradewind.engine.wire import ANSWERS, Answer, Described, Fatal, Link, Located, Ready, Start
+from tradewind.serving.carried import Carried
 from tradewind.serving.diagnosis import Diagnosis, State, disk_sleepers, memory_kills, of_death, of_failure, of_stall
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -35,6 +43,9 @@ BUILD_LOOK_S = 3.0
 """A start is looked at so often, for a disk that holds it up."""
 FAILURE_S = 60.0
 """So long what a failed request showed is told."""
+END_S = 5.0
+"""So long a process that was told to end may take before it is killed, and so long it may take to forget requests."""
+LOOK_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,15 @@ class Supervisor:
         """Told once for each engine that dies on its own, before its open requests end."""
         self.on_reports: Callable[[list[Report]], None] = lambda reports: None
         """Sees everything that engines report, in the asyncio loop's thread; to be set before `attach`."""
+        self.on_planned: Callable[[Located, Ready], None] = lambda located, ready: None
+        """Told of each engine after the first, before it takes requests: its plan may be another one."""
+        self.fallback: Goals | None = None
+        """What the next engine is started with when this one dies: goals that are known to work, while others are on trial."""
+        self._waiting: WaitingClient | None = None
+        """Where requests wait between `hold` and `release`."""
+        self._carried = Carried()
+        self._ending = False
+        """The process was told to end, and its end is no death."""
         self._closing = False
         self._memory_kills = 0
         """The kernel's count when the process was started."""
@@ -142,21 +162,101 @@ class Supervisor:
         self._client.attach()
 
     async def restart(self) -> None:
-        """A new process in the place of a dead one. Raises what `await_ready` raises."""
+        """A new process in the place of a dead one. Raises what `await_ready` raises. Adapters are not named to it: it loads each with the
+        first request that does, and one whose files have gone since must not keep it from starting."""
+        if self.fallback is not None:
+            self._start, self.fallback = msgspec.structs.replace(self._start, goals=self.fallback), None
         self._clean_up()  # here, where the dead one's client is used; the waiting is a thread's
-        ready = await asyncio.to_thread(self._start_again)
+        located, ready = await asyncio.to_thread(self._start_again)
         if not self._closing:
+            self.on_planned(located, ready)
             self.attach(ready)
 
-    def _start_again(self) -> Ready:
+    def _start_again(self) -> tuple[Located, Ready]:
+        self._start = msgspec.structs.replace(self._start, adapters={})
         self.spawn()
-        self.await_located()
-        return self.await_ready()
+        located = self.await_located()
+        return located, self.await_ready()
+
+    # -- another plan
+
+    @property
+    def goals(self) -> Goals:
+        """What the engine of the moment was built for."""
+        return self._start.goals
+
+    @property
+    def held(self) -> bool:
+        """Requests wait here instead of in the engine."""
+        return self._waiting is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many do."""
+        return 0 if self._waiting is None else self._waiting.open
+
+    def hold(self) -> None:
+        """From now on nothing new reaches the engine, and what has no slot there yet comes back; what runs goes on."""
+        assert self._waiting is None and self._client is not None
+        self._waiting = WaitingClient(self._client.check_fits, on_reports=self._tell)
+        queued = self._client.give_up_queued()
+        self._carried.left(handle.request.id for handle in queued)
+        self._waiting.keep(queued)
+
+    async def switch(self, goals: Goals) -> None:
+        """The engine's process ends, whatever it does, and another begins that is built for other goals. Only between `hold` and `release`.
+
+        Raises what `await_ready` raises; then there is no engine, and it may be tried again with other goals.
+        """
+        assert self._waiting is not None
+        await self._end_process()
+        self._start = msgspec.structs.replace(self._start, goals=goals)
+        try:
+            located, ready = await asyncio.to_thread(self._start_again)
+        except (EngineDeadError, UserError) as error:
+            self._why_dead = str(error)
+            raise
+        if self._closing:
+            raise EngineDeadError("the server is shutting down")
+        self.on_planned(located, ready)
+        self.attach(ready)
+
+    async def _end_process(self) -> None:
+        self._ending = True
+        try:
+            if self._client is not None:
+                self._client.cancel_all()
+                self._client.drain()
+                limit_s = time.monotonic() + END_S
+                while self._client.why_dead is None and time.monotonic() < limit_s:
+                    await asyncio.sleep(LOOK_S)
+            if self._process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(self._process.wait, END_S)
+                self._process.kill()  # does nothing when it has ended
+            self._clean_up()
+        finally:
+            self._ending = False
+        self._carried.engine_gone()
+
+    async def release(self) -> None:
+        """What waited goes to the engine, in order of arrival. Without an engine it ends with an error."""
+        assert self._waiting is not None
+        limit_s = time.monotonic() + END_S
+        while self._carried.coming_back and self.engine_dead is None and time.monotonic() < limit_s:
+            await asyncio.sleep(LOOK_S)  # the same engine's last word on them must not be taken for the new one's
+        waiting, self._waiting = self._waiting, None
+        if self._client is None or self.engine_dead is not None:
+            waiting.fail(self.engine_dead or "the engine does not work any more")
+            return
+        self._client.adopt(waiting.all())
 
     # -- front.EngineClient
 
     def submit(self, request: Request) -> Handle:
         """See EngineClient."""
+        if self._waiting is not None and not self._closing:
+            return self._waiting.submit(request)
         why = self.why_dead
         if self._client is None or why is not None:
             raise EngineDeadError(why or "the engine is starting")
@@ -164,6 +264,8 @@ class Supervisor:
 
     def cancel(self, request_id: str) -> None:
         """See EngineClient."""
+        if self._waiting is not None:
+            self._waiting.cancel(request_id)
         if self._client is not None:
             self._client.cancel(request_id)
 
@@ -172,6 +274,12 @@ class Supervisor:
         if self._client is not None:
             self._client.finish(request_id, reason=reason)
 
+    async def check_adapter(self, key: str) -> None:
+        """See EngineClient."""
+        if self._client is None or self.why_dead is not None:
+            raise EngineDeadError(self.why_dead or "the engine is starting")
+        await self._client.check_adapter(key)
+
     def sleep(self) -> None:
         """See EngineClient."""
         if self._client is not None:
@@ -179,13 +287,22 @@ class Supervisor:
 
     @property
     def why_dead(self) -> str | None:
+        if self._waiting is not None and not self._closing:
+            return None  # another engine comes
+        return self.engine_dead
+
+    @property
+    def engine_dead(self) -> str | None:
+        """The same of the engine of the moment, whether another comes or not."""
         return self._why_dead or (self._client.why_dead if self._client is not None else None)
 
     def stats(self) -> EngineStats:
-        """See EngineClient."""
+        """See EngineClient. What waits for another engine is counted as waiting."""
         if self._client is None:
-            return EngineStats(last_progress_s=time.monotonic())
-        return self._client.stats()
+            stats = EngineStats(last_progress_s=time.monotonic())
+        else:
+            stats = self._client.stats()
+        return msgspec.structs.replace(stats, waiting=stats.waiting + self.waiting) if self.waiting else stats
 
     def scheduled_s(self, request_id: str) -> float | None:
         """See EngineClient."""
@@ -205,6 +322,8 @@ class Supervisor:
 
     def cancel_all(self) -> None:
         """Ends every open request with "abort"."""
+        if self._waiting is not None:
+            self._waiting.close()
         if self._client is not None:
             self._client.cancel_all()
 
@@ -267,11 +386,18 @@ class Supervisor:
                     if self._failure is None or self._failure[1].name != found.name or self.diagnosis is None:
                         LOG.warning(f"diagnosis: {found} (request {report.request_id}); {found.advice}")
                     self._failure = (time.monotonic(), found)
-        self.on_reports(reports)
+        self._tell(reports)
+
+    def _tell(self, reports: list[Report]) -> None:
+        """The listeners see one life of a request that went from one engine to another."""
+        self.on_reports(self._carried.filtered(reports) if self._carried else reports)
 
     def _ended(self, reason: str | None) -> str:
         if self._closing:
             return "the server is shutting down"
+        if self._ending:
+            return "the engine was ended for another plan"
+        self._carried.forget()  # whoever hears of the death ends all lives
         why = self._how_it_ended(reason)
         self._why_dead = why
         assert self._process is not None
@@ -300,6 +426,8 @@ class Supervisor:
         """Ends the process: open requests end with "abort". A second call does nothing."""
         self._closing = True
         self._why_dead = self._why_dead or "the server is shutting down"
+        if self._waiting is not None:
+            self._waiting.close()
         self._clean_up()
 
     def kill(self) -> None:

@@ -55,8 +55,8 @@ class FeatureReader:
         self._masked: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self._any_masked = False
         layers = sum(len(group.layers) for group in groups)
-        self._windows = [(group.window, len(group.layers) / max(1, layers)) for group in groups]
-        self._plain = all(window is None for window, _ in self._windows)
+        self._windows = [(group.window, group.kind == "chunk", len(group.layers) / max(1, layers)) for group in groups]
+        self._plain = all(window is None for window, _, _ in self._windows)
 
     def read(self, step: Step) -> Features:
         """The features of one step; remembers who entered."""
@@ -72,12 +72,20 @@ class FeatureReader:
             # Nothing but decode rows: the usual step.
             decode_context, prefill_context, prefill_tokens, logit_rows = int(step.start.sum()) + rows, 0, 0, rows
         else:
-            start, size = step.start.astype(np.float64), count.astype(np.float64)
             chunk = count - drafts > 1
-            decode = ~chunk
-            decode_context = round(self._seen(start[decode] + size[decode] - 1))
-            prefill_context = round(self._pairs(start[chunk], size[chunk]))
-            prefill_tokens = int(count[chunk].sum())
+            if self._plain:  # few rows are chunks
+                decode_context, prefill_context, prefill_tokens = int(step.start.sum()) + tokens, 0, 0
+                for row in np.flatnonzero(chunk).tolist():
+                    begin, long = int(step.start[row]), int(count[row])
+                    decode_context -= begin + long
+                    prefill_context += long * begin + long * (long + 1) // 2
+                    prefill_tokens += long
+            else:
+                start, size = step.start.astype(np.float64), count.astype(np.float64)
+                decode = ~chunk
+                decode_context = round(self._seen(start[decode] + size[decode] - 1))
+                prefill_context = round(self._pairs(start[chunk], size[chunk]))
+                prefill_tokens = int(count[chunk].sum())
             every = (wants == ALL) | (wants == ALL_NO_SAMPLE)
             logit_rows = int((wants == LAST).sum())
             if every.any():
@@ -97,19 +105,31 @@ class FeatureReader:
 
     def _seen(self, position: Reals) -> float:
         """Tokens that tokens at these positions see, in the mean over layers."""
-        return sum(
-            part * float((position + 1 if window is None else np.minimum(position + 1, window)).sum())
-            for window, part in self._windows
-        )
+        total = 0.0
+        for window, restarts, part in self._windows:
+            if window is None:
+                seen = position + 1
+            else:
+                seen = position % window + 1 if restarts else np.minimum(position + 1, window)
+            total += part * float(seen.sum())
+        return total
 
     def _pairs(self, start: Reals, size: Reals) -> float:
         """The same, summed over all tokens of chunks."""
         total = 0.0
-        for window, part in self._windows:
+        for window, restarts, part in self._windows:
             if window is None:
                 total += part * float((size * start + size * (size + 1) / 2).sum())
+            elif restarts:
+                total += part * float((_chunked_pairs(start + size, window) - _chunked_pairs(start, window)).sum())
             else:
                 growing = np.clip(window - 1 - start, 0, size)  # tokens that do not see a whole window yet
                 seen = growing * start + growing * (growing + 1) / 2 + (size - growing) * window
                 total += part * float(seen.sum())
         return total
+
+
+def _chunked_pairs(tokens: Reals, window: int) -> Reals:
+    """Pairs of a token and one that it sees among the first `tokens`, where sight starts anew at each multiple of `window`."""
+    rest = tokens % window
+    return tokens // window * (window * (window + 1) / 2) + rest * (rest + 1) / 2

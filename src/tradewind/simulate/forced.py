@@ -50,6 +50,9 @@ class ForcedExecutor:
         self._prompt: Ints = np.zeros(slots, np.int32)
         self._rounds: Ints = np.zeros(slots, np.int32)
         self._slow: npt.NDArray[np.float64] = np.zeros(slots)
+        self._mask_s: npt.NDArray[np.float64] = np.zeros(slots)
+        self._masking = False
+        """Whether a mask has ever taken any time."""
         self._special: npt.NDArray[np.bool_] = np.zeros(slots, np.bool_)
         """Rows that are looked at one by one: with faults or logprobs."""
         self._flying: deque[tuple[StepResult, float, list[Fault]]] = deque()
@@ -94,6 +97,13 @@ class ForcedExecutor:
         takes = self._step_s + prompt_tokens * self._prompt_token_s
         if len(slot):
             takes = max(takes, float(self._slow[slot].max()))
+        masks: dict[int, float] = {}
+        if self._masking:
+            mask_s = np.where(samples, self._mask_s[slot], 0.0)
+            masks = {place: float(mask_s[place]) for place in np.flatnonzero(mask_s).tolist()}
+        grammar_s = sum(masks.values())
+        draft_s = self._drafts.make_ms / 1e3 if self._drafts is not None and step.drafts.any() else 0.0
+        takes += grammar_s + draft_s
         self._due_s = max(self._due_s, time.monotonic()) + takes
         result = StepResult(
             number=step.number,
@@ -107,6 +117,9 @@ class ForcedExecutor:
             else self._hidden(step, np.flatnonzero(pooled)),
             failed=failed,
             device_s=takes,
+            grammar_s=grammar_s,
+            grammar_rows=masks,
+            draft_s=draft_s,
         )
         self._flying.append((result, self._due_s, faults))
 
@@ -162,6 +175,8 @@ class ForcedExecutor:
         self._prompt[slot] = enter.prompt_tokens
         self._rounds[slot] = 0
         self._slow[slot] = said.step_s
+        self._mask_s[slot] = said.mask_s if enter.grammar is not None else 0.0
+        self._masking |= bool(self._mask_s[slot] > 0)
         sampling = enter.sampling
         self._special[slot] = bool(said.faults) or sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self._said[slot], self._enter[slot] = said, enter

@@ -116,7 +116,8 @@ def run_classes(
     replica = Replica(
         schedule=schedule or plan.schedule, cache=plan.cache, times=times, outcome=outcome, options=options
     )
-    replica.scheduler.pace_by(step_seconds_of(times))
+    if (schedule or plan.schedule).fit_steps:  # what a running engine would have learnt
+        replica.scheduler.pace_by(step_seconds_of(times))
     sampling = SamplingParams(temperature=0.0)
     for index in range(len(trace)):
         now = float(trace.arrival_s[index])
@@ -205,18 +206,26 @@ def _number(value: float) -> float | None:
 # -------------------------------------------------------------------------------------------------------------- made up
 
 
-def trace_of(goals: Goals, *, requests: int = 300, seed: int = 0) -> Trace:
-    """A made-up trace of the classes' shares and typical lengths: Poisson arrivals, log-normal lengths, fixed by its seed."""
+def trace_of(
+    goals: Goals, *, requests: int = 300, seed: int = 0, burst: float = 1.0, spread: float = SPREAD_OF_LENGTHS
+) -> Trace:
+    """A made-up trace of the classes' shares and typical lengths: random arrivals, log-normal lengths, fixed by its seed.
+
+    burst: coefficient of variation of the time between arrivals, which are gamma distributed; 1 is Poisson, more comes in bursts.
+    spread: sigma of the logarithm of lengths.
+    """
     draw = np.random.default_rng(seed)
     classes = goals.classes
     names = tuple(one.name for one in classes) or ("",)
     share = np.array(shares_of([one.share for one in classes])) if classes else np.ones(1)
     which = draw.choice(len(names), size=requests, p=share / share.sum()).astype(np.int32)
-    arrival = np.cumsum(draw.exponential(1 / (goals.requests_per_s or DEFAULT_RATE_S), requests))
+    gap_s = 1 / (goals.requests_per_s or DEFAULT_RATE_S)
+    shape = 1 / burst**2
+    arrival = np.cumsum(draw.exponential(gap_s, requests) if burst == 1 else draw.gamma(shape, gap_s / shape, requests))
 
     def lengths(typical: Callable[[int], int]) -> Ints:
         medians = np.array([typical(place) for place in range(len(names))], dtype=np.float64)[which]
-        drawn = np.rint(medians * np.exp(draw.normal(0.0, SPREAD_OF_LENGTHS, requests)))
+        drawn = np.rint(medians * np.exp(draw.normal(0.0, spread, requests)))
         out: Ints = np.maximum(1, drawn).astype(np.int32)
         return out
 

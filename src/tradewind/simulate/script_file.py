@@ -62,6 +62,8 @@ class Says(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """By position: the best tokens (id or text) with their logprobs, best first; positions that are not given get made-up ones."""
     step_ms: float = 0.0
     """A step with a row of this answer takes at least so long."""
+    mask_ms: float = 0.0
+    """A step that draws a token of this answer takes so much longer, for a mask, when the request has a grammar."""
     faults: tuple[Fault, ...] = ()
 
 
@@ -82,6 +84,8 @@ class Drafts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     per_row: int
     accepted: tuple[int, ...]
     """How many guesses are right in an answer's first, second, ... step; then from the beginning again."""
+    make_ms: float = 0.0
+    """What it takes to make a step's guesses."""
 
 
 class ScriptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -165,13 +169,16 @@ def _check_drafts(drafts: Drafts, name: str) -> None:
         raise UserError(
             f"{name}: $.drafts.accepted must be a list of numbers from 0 to per_row, which is {drafts.per_row}"
         )
+    if not 0 <= drafts.make_ms < 1e9:
+        raise UserError(f"{name}: $.drafts.make_ms is {drafts.make_ms}; it must be 0 or more")
 
 
 def _check_says(says: Says, where: str) -> None:
     if not says.answer and says.repeat:
         raise UserError(f"{where}: an empty answer cannot be repeated")
-    if not 0 <= says.step_ms < 1e9:
-        raise UserError(f"{where}.step_ms is {says.step_ms}; it must be 0 or more")
+    for key in ("step_ms", "mask_ms"):
+        if not 0 <= getattr(says, key) < 1e9:
+            raise UserError(f"{where}.{key} is {getattr(says, key)}; it must be 0 or more")
     for place, best in enumerate(says.logprobs):
         if not best:
             raise UserError(f"{where}.logprobs[{place}] is empty; it needs at least one token")
@@ -236,7 +243,7 @@ def plans_of(script: ScriptFile, means: Means, *, max_context: int | None = None
 class Forced:
     """One answer as tokens."""
 
-    __slots__ = ("faults", "logprobs", "repeat", "step_s", "tokens")
+    __slots__ = ("faults", "logprobs", "mask_s", "repeat", "step_s", "tokens")
 
     def __init__(self, says: Says, *, encode: Encode, token_id: Callable[[str], int], where: str) -> None:
         """`encode` is the tokenizer's without special tokens added; `token_id` is of a text that is one token, or raises UserError."""
@@ -249,7 +256,7 @@ class Forced:
         if len(self.tokens) > MAX_ANSWER_TOKENS or any(token < 0 for token in self.tokens):
             raise UserError(f"{where}.answer must be at most {MAX_ANSWER_TOKENS} tokens, none of them negative")
         self.repeat = says.repeat
-        self.step_s = says.step_ms / 1e3
+        self.step_s, self.mask_s = says.step_ms / 1e3, says.mask_ms / 1e3
         self.faults = says.faults
         self.logprobs = tuple(
             tuple((token if isinstance(token, int) else token_id(token), logprob) for token, logprob in best)

@@ -86,7 +86,8 @@ class ScriptedExecutor:
     """Implements `contract.Executor`. Raises AssertionError, with what and where, when a step breaks the contract.
 
     `script` maps request ids (or prompts as tuples) to answers. `delay_s` is the time of a step, spent on `clock` at collect. `drafts` are
-    accepted by `accept(request_id, position) -> number of right guesses`. Faults: `die_at` (step number: collect raises EngineDeadError),
+    accepted by `accept(request_id, position) -> number of right guesses`, and making them takes `draft_s` a step. A row with a grammar that
+    draws a token takes `mask_s(request_id)` more. Faults: `die_at` (step number: collect raises EngineDeadError),
     `stall` (step number -> seconds), `fail` ((request id, position) -> reason).
     """
 
@@ -101,6 +102,8 @@ class ScriptedExecutor:
         clock: Clock | None = None,
         delay_s: float | Callable[[Step], float] = 0.0,
         accept: Callable[[str, int], int] | None = None,
+        mask_s: Callable[[str], float] | None = None,
+        draft_s: float = 0.0,
         die_at: int | None = None,
         stall: Mapping[int, float] | None = None,
         fail: Mapping[tuple[str, int], str] | None = None,
@@ -111,6 +114,7 @@ class ScriptedExecutor:
         self._clock = clock or VirtualClock()
         self._delay_s = delay_s
         self._accept = accept
+        self._mask_s, self._draft_s = mask_s, draft_s
         self._die_at = die_at
         self._stall = dict(stall or {})
         self._fail = dict(fail or {})
@@ -152,7 +156,7 @@ class ScriptedExecutor:
         assert self._queue, "collect without a submitted step"
         result, _ = self._queue.popleft()
         delay = self._delay_s(self.steps[result.number - 1]) if callable(self._delay_s) else self._delay_s
-        delay += self._stall.get(result.number, 0.0)
+        delay += self._stall.get(result.number, 0.0) + result.grammar_s + result.draft_s
         if delay:
             self._clock.sleep(delay)
         if self._die_at is not None and result.number >= self._die_at:
@@ -230,6 +234,7 @@ class ScriptedExecutor:
         logprobs: dict[int, RowLogprobs] = {}
         failed: dict[int, str] = {}
         hidden: dict[int, Floats] = {}
+        masks: dict[int, float] = {}
         for row, slot in enumerate(slots):
             where = f"step {step.number}, row {row}, slot {slot}"
             state = self._live(slot, step)
@@ -273,6 +278,8 @@ class ScriptedExecutor:
             elif wants in (Wants.LAST, Wants.ALL):
                 assert start + count - drafts == known, f"{where}: wants a token in the middle of its prompt"
                 out = self._sample(where, slot, state, start + count - drafts, guesses, touched)
+                if self._mask_s is not None and state.enter.grammar is not None:
+                    masks[row] = self._mask_s(state.enter.request_id)
                 state.tokens.extend(out)
                 state.computed = start + count - drafts + len(out) - 1
             else:
@@ -291,6 +298,9 @@ class ScriptedExecutor:
             logprobs=logprobs,
             hidden={row: vector for row, vector in hidden.items() if row not in failed},
             failed=failed,
+            grammar_s=sum(masks.values()),
+            grammar_rows=masks,
+            draft_s=self._draft_s if step.drafts.any() else 0.0,
         )
 
     def _pooled(self, where: str, state: _Slot, start: int) -> None:
@@ -420,7 +430,9 @@ class ScriptedExecutor:
 
 def _first_visible(group: KVGroup, position: int) -> int:
     """The first position that a token reads in a group."""
-    return 0 if group.window is None else max(0, position - group.window + 1)
+    if group.window is None:
+        return 0
+    return position - position % group.window if group.kind == "chunk" else max(0, position - group.window + 1)
 
 
 def _short(values: Ints) -> str:

@@ -30,6 +30,7 @@ from tradewind.contract.errors import UserError
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.contract.step import Enter, Ints, Step, StepResult, Wants
 from tradewind.engine.columns import ReportSink
+from tradewind.engine.degrade import degrader_of
 from tradewind.engine.loop import Add, EngineLoop
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import VirtualClock
@@ -270,7 +271,11 @@ class Replica:
         self._draw = random.Random(options.seed * 1_000_003 + index)
         self._noise = options.noise and len(times.ratios) > 1
         self.scheduler = Scheduler(
-            schedule=schedule, cache=cache, clock=self.clock.now, drafts_per_row=options.drafts_per_row
+            schedule=schedule,
+            cache=cache,
+            clock=self.clock.now,
+            drafts_per_row=options.drafts_per_row,
+            degrade=degrader_of(schedule, drafts=options.drafts_per_row > 0, log=None),
         )
         trace = outcome.trace
         lengths = trace.output_tokens
@@ -324,7 +329,7 @@ class Replica:
         times, outcome = self._times, self._outcome
         seconds = times.device_s(features)
         if self._noise:
-            seconds *= times.ratio(self._draw.random())
+            seconds *= times.ratio(self._draw.random(), prompts=features.prefill_tokens > 0)
         if features.tokens and not times.trustworthy(features):
             outcome.untrusted_steps += 1
             outcome.untrusted = outcome.untrusted or times.why_not(features) or ""

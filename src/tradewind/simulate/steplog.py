@@ -30,6 +30,7 @@ from tradewind.contract.kv import KVGroup
 from tradewind.contract.request import Request
 from tradewind.contract.step import Step, StepResult
 from tradewind.engine.columns import Report, StepTokens
+from tradewind.engine.degrade import degrader_of
 from tradewind.engine.loop import Add, Cancel, EngineLoop, Finish, Order
 from tradewind.engine.scheduler import Scheduler
 from tradewind.simulate.clock import VirtualClock
@@ -518,7 +519,13 @@ def replay(
         finish=lambda step, features, begin_s: by_number[step.number].collected_s,
         watch=see,
     )
-    scheduler = Scheduler(schedule=schedule, cache=cache, clock=clock.now, drafts_per_row=drafts_per_row)
+    scheduler = Scheduler(
+        schedule=schedule,
+        cache=cache,
+        clock=clock.now,
+        drafts_per_row=drafts_per_row,
+        degrade=degrader_of(schedule, drafts=drafts_per_row > 0, log=None),
+    )
     loop = EngineLoop(scheduler=scheduler, executor=executor, clock=clock.now)
     while due or loop.busy:
         done_s, next_ = executor.collected, executor.submitted + 1

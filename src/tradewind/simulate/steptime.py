@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -81,6 +81,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     source: str
     """Where the coefficients come from."""
+    made_for: str = ""
+    """Model, formats and machine, where an engine has fitted them to its own steps; such times are of no use to another."""
     curve_s: tuple[float, ...]
     """Seconds at 0 tokens and at each of KNOTS."""
     extra_s: tuple[float, ...]
@@ -98,6 +100,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Least and greatest of each feature among the fitted steps."""
     ratios: tuple[float, ...] = (1.0,)
     """Quantiles, evenly spaced from 0 to 1, of measured / predicted on the held-out steps: what a model of means cannot say."""
+    prompt_ratios: tuple[float, ...] = ()
+    """The same of the steps with prompts alone, which are longer and scatter less; empty where they were too few."""
 
     def device_s(self, step: Features) -> float:
         """Time the device needs for a step."""
@@ -123,13 +127,14 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
             + e * step.masked_rows
         )
 
-    def ratio(self, draw: float) -> float:
-        """Measured / predicted at the quantile `draw` in [0, 1]: for simulations with the engine's own noise."""
-        at = draw * (len(self.ratios) - 1)
-        left = min(int(at), len(self.ratios) - 2)
+    def ratio(self, draw: float, *, prompts: bool = False) -> float:
+        """Measured / predicted at the quantile `draw` in [0, 1], of steps with prompts or of all: for simulations with noise."""
+        ratios = self.prompt_ratios if prompts and self.prompt_ratios else self.ratios
+        at = draw * (len(ratios) - 1)
+        left = min(int(at), len(ratios) - 2)
         if left < 0:
-            return self.ratios[0]
-        return self.ratios[left] + (self.ratios[left + 1] - self.ratios[left]) * (at - left)
+            return ratios[0]
+        return ratios[left] + (ratios[left + 1] - ratios[left]) * (at - left)
 
     def why_not(self, step: Features) -> str | None:
         """Why the prediction for a step should not be trusted; None where it was measured."""
@@ -250,7 +255,7 @@ def fit(steps: Sequence[Timed], *, prior: StepTime, host: HostTime | None = None
         model,
         source=f"fitted on {len(seconds)} steps",
         host=host or prior.host,
-        **_stated(predicted[out], seconds[out]),
+        **_stated(predicted[out], seconds[out], prompts=_with_prompts(columns)[out]),
     )
 
 
@@ -270,21 +275,33 @@ def _fit_checked(columns: Reals, seconds: Reals, prior: StepTime) -> tuple[StepT
         low=_corner(columns.min(axis=0)),
         high=_corner(columns.max(axis=0)),
     )
-    return model, design @ checked
+    return model, np.einsum("ni,i->n", design, checked)
 
 
-def _stated(predicted: Reals, measured: Reals) -> dict[str, object]:
-    """The fields of StepTime that say how far predictions were off on steps that the fit had not seen."""
+def _stated(predicted: Reals, measured: Reals, *, prompts: npt.NDArray[np.bool_] | None = None) -> dict[str, object]:
+    """The fields of StepTime that say how far predictions were off on steps that the fit had not seen. `prompts`: which of them had any."""
     off = np.abs(predicted - measured) / measured
-    ratios = np.quantile(measured / predicted, np.linspace(0, 1, QUANTILES))
-    # Most steps are short and scatter most; what is drawn must not make the sum of all longer than it was.
-    ratios *= measured.sum() / predicted.sum() / ratios.mean()
+    few = prompts is None or prompts.sum() < 2 * QUANTILES
     return {
         "held_out": len(off),
         "error_median": float(np.median(off)),
         "error_p90": float(np.quantile(off, 0.9)),
-        "ratios": tuple(ratios.tolist()),
+        "ratios": _ratios(predicted, measured),
+        "prompt_ratios": () if few else _ratios(predicted[prompts], measured[prompts]),
     }
+
+
+def _ratios(predicted: Reals, measured: Reals) -> tuple[float, ...]:
+    ratios = np.quantile(measured / predicted, np.linspace(0, 1, QUANTILES))
+    # Most steps are short and scatter most; what is drawn must not make the sum of all longer than it was.
+    ratios *= measured.sum() / predicted.sum() / ratios.mean()
+    return tuple(ratios.tolist())
+
+
+def _with_prompts(columns: Reals) -> npt.NDArray[np.bool_]:
+    """Which steps compute prompts."""
+    some: npt.NDArray[np.bool_] = columns[:, FIELDS.index("prefill_tokens")] > 0
+    return some
 
 
 def _corner(values: Reals) -> Features:
@@ -324,9 +341,10 @@ def _solve(design: Reals, seconds: Reals, scale: Reals) -> Reals:
         # Divided by the prediction, not by the measurement: otherwise slow steps count less than quick ones and all comes out too low.
         rows = scaled * (weight / predicted)[:, None] * factor
         goal = seconds * weight / predicted
-        gram = rows.T @ rows + penalty
-        solution = non_negative(gram, rows.T @ goal + PULL) * factor
-        predicted = np.maximum(scaled @ solution, 1e-3 * seconds)
+        # No matmul: the library's threads would take the cores of a running engine, for ten times as long as one needs.
+        gram = np.einsum("ni,nj->ij", rows, rows) + penalty
+        solution = non_negative(gram, np.einsum("ni,n->i", rows, goal) + PULL) * factor
+        predicted = np.maximum(np.einsum("ni,i->n", scaled, solution), 1e-3 * seconds)
         off = np.abs(seconds / predicted - 1)
         limit = max(0.05, 3 * float(np.median(off)))
         weight = np.sqrt(np.minimum(1.0, limit / np.maximum(off, 1e-12)))
@@ -408,6 +426,9 @@ def fit_host(
 # -------------------------------------------------------------------------------------------------------------- on line
 
 
+Pair = TypeVar("Pair")
+
+
 class OnlineFit:
     """A model that follows the engine: `take` each step (microseconds), `refit` now and then (milliseconds).
 
@@ -431,6 +452,10 @@ class OnlineFit:
         """The newest model."""
         return self._model
 
+    def kept(self) -> list[tuple[Features, float]]:
+        """The steps that a fit is made from. May be called from another thread than `take`."""
+        return [pair for own in _copied(self._kept.values()) for pair in _copied(own)]
+
     def take(self, features: Features, seconds: float) -> None:
         """One more step and what it took."""
         if features.tokens <= 0 or seconds <= 0:
@@ -443,21 +468,30 @@ class OnlineFit:
 
     def refit(self) -> StepTime:
         """Fits what is kept and returns the model; the former one when there are too few steps. May be called from another thread."""
-        kept = [pair for own in list(self._kept.values()) for pair in list(own)]
+        kept = self.kept()
         if len(kept) < 2 * HOLD_OUT:
             return self._model
         columns = np.array([[getattr(f, name) for name in FIELDS] for f, _ in kept], dtype=np.float64)
         seconds = np.array([taken for _, taken in kept])
         model, predicted = _fit_checked(columns, seconds, self._prior)
         out = np.arange(len(seconds)) % HOLD_OUT == HOLD_OUT - 1
-        stated = _stated(predicted[out], seconds[out])
+        stated = _stated(predicted[out], seconds[out], prompts=_with_prompts(columns)[out])
         if len(self._judged) >= 64:  # steps that came after the fit tell more than steps that were held out of it
-            judged = np.array(list(self._judged))
+            judged = np.array(_copied(self._judged))
             stated = _stated(judged[:, 0], judged[:, 1])
         self._model = msgspec.structs.replace(
             model, source=f"fitted on {len(seconds)} of {self.taken} steps, on line", **stated
         )
         return self._model
+
+
+def _copied(kept: Iterable[Pair]) -> list[Pair]:
+    """What another thread adds to."""
+    while True:
+        try:
+            return list(kept)
+        except RuntimeError:  # a step came just then
+            continue
 
 
 def flat_prior(device_s: float = 0.01) -> StepTime:

@@ -58,6 +58,7 @@ def run_live(
                 eos_ids=(END_TOKEN,),
                 priority=int(trace.priority[index]),
                 tenant=trace.tenants[trace.tenant[index]],
+                traffic_class=trace.classes[trace.traffic_class[index]],
                 arrived_s=due,
             )
             wait = due - time.monotonic()

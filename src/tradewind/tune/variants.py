@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from tradewind.config.conflicts import conflicts
-from tradewind.config.goals import Goals, Means
-from tradewind.config.plan import Plan, SchedulePlan
+from tradewind.config.goals import DegradeName, Goals, Means
+from tradewind.config.plan import DegradePlan, Plan, SchedulePlan
 from tradewind.config.resolve import decided
 from tradewind.config.techniques import TECHNIQUES
 from tradewind.contract.errors import UserError
@@ -32,6 +32,8 @@ WHOLE_PROMPTS = ("chunked_prefill",)
 FELT = {
     "chunked_prefill": "steps as they are decided",
     "continuous_batching": "steps as they are decided",
+    "degrade_ladder": "who may start, steps as they are decided",
+    "degrade_refusal": "who is refused or cut short",
     "fp8_kv": "pages; keys and values read at the roofline's speed",
     "fp8_weights": "weights read at the roofline's speed",
     "kv_f16": "pages; keys and values read at the roofline's speed",
@@ -53,7 +55,9 @@ def values_of(plan: Plan) -> dict[str, Any]:
     return {
         "backend": numerics.backend,
         "compute": numerics.compute,
+        "degrade": "off" if schedule.degrade is None else schedule.degrade.far,
         "deterministic": numerics.deterministic,
+        "fit_steps": schedule.fit_steps,
         "graphs": numerics.graphs,
         "kv_format": numerics.kv_format,
         "load_format": plan.load_format,
@@ -118,11 +122,20 @@ def without(plan: Plan, off: Iterable[str], *, longest_prompt: int) -> Plan:
         max_context=made.schedule.max_context,
         steps_in_flight=made.schedule.steps_in_flight,
         policy=wanted.get("policy", plan.schedule.policy),
+        fit_steps=wanted.get("fit_steps", plan.schedule.fit_steps),
+        degrade=_degraded(plan.schedule, wanted.get("degrade")),
     )
     for name in off:
         if name in EDITS:
             schedule = EDITS[name](schedule)
     return msgspec.structs.replace(made, schedule=schedule)
+
+
+def _degraded(schedule: SchedulePlan, wanted: DegradeName | None) -> DegradePlan | None:
+    """The plan's own ladder, or as far as is wanted."""
+    if wanted is None or schedule.degrade is None:
+        return schedule.degrade
+    return None if wanted == "off" else msgspec.structs.replace(schedule.degrade, far=wanted)
 
 
 def _planned(plan: Plan, wanted: Mapping[str, Any]) -> Plan:

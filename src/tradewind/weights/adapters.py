@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tradewind.config.adapter_files import TENSORS, AdapterError, AdapterFile
 from tradewind.config.card import ModelCard
 from tradewind.quantization.plain import as_float
-from tradewind.weights.load import FamilyRow, place_of
+from tradewind.weights.load import FamilyRow, in_rope_order, place_of
 from tradewind.weights.safetensors import open_safetensors
 from tradewind.weights.split import parts_of
 from tradewind.weights.tensor import RawTensor, shown
@@ -45,6 +45,7 @@ def read_adapter(adapter: AdapterFile, *, family: FamilyRow[Any], card: ModelCar
             raise AdapterError(f"'{folder}': '{shown(module)}' needs lora_A and lora_B, two matrices")
         a = as_float([found["lora_A"]])
         for part, rows in parts_of(found["lora_B"], place, fused=family.fused, card=card).items():
+            rows = in_rope_order(rows, part, family=family, card=card, gguf=False)
             changes[part] = (a, as_float([rows]) * np.float32(adapter.scale(len(a))))
     if not changes:
         raise AdapterError(f"'{folder}' changes nothing")

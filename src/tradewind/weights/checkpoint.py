@@ -29,7 +29,8 @@ class Checkpoint:
 
     path: the folder (hf) or the .gguf file. metadata: config.json's content, or the GGUF metadata (a `GGUFMetadata`,
     whose arrays decode when asked). tensors: by the names in the files. chat_template: template name -> text, the usual
-    one named "default". sentence: what sentence-transformers adds, by file name. Where a file is absent the field is None.
+    one named "default". sentence: what sentence-transformers adds, by file name. preprocessor: how images are made ready.
+    Where a file is absent the field is None.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class Checkpoint:
     generation_config: Mapping[str, object] | None = None
     chat_template: Mapping[str, str] | None = None
     sentence: Mapping[str, object] | None = None
+    preprocessor: Mapping[str, object] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +125,7 @@ def _open_hf(folder: Path, *, weights: bool = True) -> Checkpoint:
         generation_config=_json(folder / "generation_config.json"),
         chat_template=_hf_templates(folder, tokenizer_config or {}) or None,
         sentence=_sentence_files(folder) or None,
+        preprocessor=_json(folder / "preprocessor_config.json"),
     )
 
 

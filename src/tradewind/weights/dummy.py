@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tradewind.config.card import ModelCard
 from tradewind.config.plan import NumericsPlan
 from tradewind.quantization.fp8 import fits_fp8
-from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
+from tradewind.quantization.scheme import Compute, Numerics, Ops, choose_scheme
 from tradewind.weights.load import FamilyRow, packing
 from tradewind.weights.tensor import RawTensor
 
@@ -75,6 +75,20 @@ class DummyWeights:
             numerics=self._numerics,
             seed=self._seed,
             inside=f"{self._inside}{place}.",
+            tables=self._tables,
+        )
+
+    @property
+    def compute(self) -> Compute:
+        return self._numerics.compute
+
+    def unquantised(self) -> DummyWeights:
+        return DummyWeights(
+            card=self._card,
+            ops=self._ops,
+            numerics=self._numerics.unquantised(),
+            seed=self._seed,
+            inside=self._inside,
             tables=self._tables,
         )
 

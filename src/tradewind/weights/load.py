@@ -23,7 +23,7 @@ from tradewind.config.plan import NumericsPlan
 from tradewind.contract.errors import UserError
 from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
-from tradewind.quantization.scheme import Numerics, Ops, choose_scheme
+from tradewind.quantization.scheme import Compute, Numerics, Ops, choose_scheme
 from tradewind.weights.block_scales import SCALES, dequantised
 from tradewind.weights.checkpoint import Checkpoint
 from tradewind.weights.regroup import Derived, Regroup, regrouped
@@ -51,6 +51,8 @@ class FamilyRow(Protocol[ModelT]):
     def gguf_names(self) -> Mapping[str, str]: ...
     @property
     def gguf_interleaved(self) -> Mapping[str, str]: ...
+    @property
+    def hf_interleaved(self) -> Mapping[str, str]: ...
     @property
     def fused(self) -> Fused: ...
     @property
@@ -111,18 +113,27 @@ def packing(numerics: NumericsPlan | Numerics) -> Numerics:
 class PlacedWeights:
     """Weights by place, as `layers.build.Weights` asks for them; a view that knows how far inside the model it is."""
 
-    def __init__(self, loading: _Loading, inside: str = "") -> None:
+    def __init__(self, loading: _Loading, inside: str = "", *, numerics: Numerics | None = None) -> None:
+        """numerics: the loading's, unless others are given."""
         self._loading = loading
         self._inside = inside
+        self._numerics = loading.numerics if numerics is None else numerics
 
     def at(self, place: str) -> PlacedWeights:
-        return PlacedWeights(self._loading, f"{self._inside}{place}.")
+        return PlacedWeights(self._loading, f"{self._inside}{place}.", numerics=self._numerics)
+
+    @property
+    def compute(self) -> Compute:
+        return self._numerics.compute
+
+    def unquantised(self) -> PlacedWeights:
+        return PlacedWeights(self._loading, self._inside, numerics=self._numerics.unquantised())
 
     def place(self, name: str) -> str:
         return self._inside + name
 
     def matrix(self, sizes: dict[str, int], *, k: int, sensitive: bool = False) -> Any:
-        numerics = self._loading.numerics
+        numerics = self._numerics
         (first, *others) = sizes
         table = None if others else self._loading.tables.get(self._inside + first)
         if table is not None and hasattr(self._loading.ops, "matrix_of_rows"):
@@ -131,7 +142,7 @@ class PlacedWeights:
         return self._pack(sizes, k=k, numerics=numerics.for_sensitive() if sensitive else numerics)
 
     def gated(self, gate: str, up: str, *, n: int, k: int) -> Any:
-        return self._pack({gate: n, up: n}, k=k, numerics=self._loading.numerics, gated=True)
+        return self._pack({gate: n, up: n}, k=k, numerics=self._numerics, gated=True)
 
     def _pack(self, sizes: dict[str, int], *, k: int, numerics: Numerics, gated: bool = False) -> Any:
         """Stacks (or joins as gate and up) and packs the matrices at `sizes`."""
@@ -237,10 +248,9 @@ class _Loading:
                 self._progress(self._loaded_bytes, self._all_bytes)
         if isinstance(tensor, Derived):
             return tensor.made()
-        heads_field = self._family.gguf_interleaved.get(NUMBER.sub("{}", place))
-        if heads_field is None or self._checkpoint.kind != "gguf":
-            return tensor
-        return with_half_split_rows(tensor, heads=getattr(self._card, heads_field))
+        return in_rope_order(
+            tensor, place, family=self._family, card=self._card, gguf=self._checkpoint.kind == "gguf"
+        )  # fmt: skip
 
     def report_left(self, left_bytes: int) -> None:
         """Progress of an op set that streams."""
@@ -270,7 +280,9 @@ class _Loading:
         numbers = NUMBER.findall(place)
         template = NUMBER.sub("{}", place)
         if template not in self._family.hf_places.values():
-            wholes = [*self._family.fused.items(), *((at, parts) for at, (_, parts) in self._family.regroup.items())]
+            fused = list(self._family.fused.items())
+            made = [(at, parts) for at, (_, parts) in self._family.regroup.items()]
+            wholes = fused + made if self._checkpoint.kind == "gguf" else made + fused
             template = next((whole for whole, parts in wholes if template in parts), template)
         name = next((name for name, held in self._family.hf_places.items() if held == template), template)
         if self._checkpoint.kind == "gguf":
@@ -300,6 +312,12 @@ def place_of(name: str, *, family: FamilyRow[Any], gguf: bool) -> str | None:
                 break
     place = family.hf_places.get(template)
     return None if place is None else place.format(*NUMBER.findall(name))
+
+
+def in_rope_order(tensor: RawTensor, place: str, *, family: FamilyRow[Any], card: ModelCard, gguf: bool) -> RawTensor:
+    """The tensor with rows in half-split rope order, whatever the order of this kind of file."""
+    heads_field = (family.gguf_interleaved if gguf else family.hf_interleaved).get(NUMBER.sub("{}", place))
+    return tensor if heads_field is None else with_half_split_rows(tensor, heads=getattr(card, heads_field))
 
 
 def with_half_split_rows(tensor: RawTensor, *, heads: int) -> RawTensor:

@@ -4,6 +4,7 @@ Knows: the forms, one function each, and that a matrix is made only when it is a
 know: which families store what so; that is a table beside each model.
 
     columns      [X, K, N]                   each expert transposed; where several parts share it, their columns alternate
+    spans        [X, K, N]                   each expert transposed; where several parts share it, each has its own span of columns
     alternate    [X, N]                      vectors; where several parts share them, their values alternate
     row          [K] or [1, K]               a matrix of one row, whose first axis a file may leave out
     mxfp4        [X, N, K / 32, 16] blocks   two 4-bit floats a byte (low first), 32 share a power of two; rows alternate.
@@ -78,8 +79,8 @@ def regrouped(at: Mapping[str, RawTensor], table: Regroup) -> dict[str, RawTenso
 
 
 def strided_parts(tensor: RawTensor, form: str, *, count: int) -> list[list[Derived]]:
-    """For each expert, its `count` parts of a tensor of the form "columns" or "alternate"."""
-    dims = 3 if form == "columns" else 2
+    """For each expert, its `count` parts of a tensor of the form "columns", "spans" or "alternate"."""
+    dims = 2 if form == "alternate" else 3
     if len(tensor.shape) != dims or tensor.shape[-1] % count or tensor.format not in WIDTHS:
         raise RegroupError(
             f"tensor '{shown(tensor.name)}' is {tensor.format} of shape {tensor.shape}; it must be F32, F16 or BF16 in {dims} axes, the "
@@ -87,15 +88,17 @@ def strided_parts(tensor: RawTensor, form: str, *, count: int) -> list[list[Deri
         )
     values = tensor.data.view(WIDTHS[tensor.format]).reshape(tensor.shape)
     shape = (*tensor.shape[-1:], *tensor.shape[1:-1])
+    each = shape[0] // count
     share = tensor.nbytes // (tensor.shape[0] * count) if tensor.shape[0] else 0
 
     def part(expert: int, index: int) -> Derived:
+        mine = slice(index * each, (index + 1) * each) if form == "spans" else slice(index, None, count)
         return Derived(
             name=tensor.name,
-            shape=(shape[0] // count, *shape[1:]),
+            shape=(each, *shape[1:]),
             format=tensor.format,
             nbytes=share,
-            make=lambda: values[expert][..., index::count].T,
+            make=lambda: values[expert][..., mine].T,
         )
 
     return [[part(expert, index) for index in range(count)] for expert in range(tensor.shape[0])]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tradewind.kernels.cpu import matrix
+from tradewind.kernels.cpu import low_rank, matrix
 from tradewind.kernels.cpu.library import Library
 from tradewind.kernels.cpu.tape import Tape, Word
 from tradewind.kernels.ops import (
@@ -243,24 +243,14 @@ class CpuOps:
         nbytes = sum(part.nbytes for part in data)
         return LatentUp(heads=heads, nope=nope, value=value, rank=rank, data=data, nbytes=nbytes)
 
-    def low_rank_bank(self, *, slots: int, rank: int, n: int, k: int) -> LowRankBank:
-        """Float32, transposed, rank and N rounded up to whole vectors of 16; untouched pages cost nothing."""
-        whole, columns = -(-rank // 16) * 16, -(-n // 16) * 16
-        data = (self.empty((slots, k, whole), "f32"), self.empty((slots, whole, columns), "f32"))
-        return LowRankBank(slots=slots, rank=rank, n=n, k=k, data=data, nbytes=sum(each.nbytes for each in data))
+    def low_rank_bank(self, *, slots: int, rank: int, sizes: tuple[int, ...], k: int, exact: bool) -> LowRankBank:
+        return low_rank.new_bank(self.empty, slots=slots, rank=rank, sizes=sizes, k=k, exact=exact)
 
     def set_low_rank(
-        self, bank: LowRankBank, slot: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+        self, bank: LowRankBank, slot: int, part: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
     ) -> None:
         self._outside_recording("set_low_rank")
-        rank = len(a)
-        assert rank <= bank.rank, (rank, bank.rank)
-        assert a.shape == (rank, bank.k), (a.shape, rank, bank.k)
-        assert b.shape == (bank.n, rank), (b.shape, bank.n, rank)
-        for each in bank.data:
-            each[slot] = 0
-        bank.data[0][slot, :, :rank] = a.T
-        bank.data[1][slot, :rank, : bank.n] = b.T
+        low_rank.write(bank, slot, part, a, b)
 
     # ----------------------------------------------------------------------------------------------------------- compute
 
@@ -305,6 +295,13 @@ class CpuOps:
     def scale(self, x: Array, *, factor: float, count: Count) -> None:
         _check(x, count)
         self._call("scale", x, x.shape[1], float(factor), count, label=f"scale {list(x.shape)}")
+
+    def temper(self, x: Array, positions: Array, *, every: int, slope: float, count: Count) -> None:
+        _check(x, positions, count)
+        assert every >= 1, every
+        self._call(
+            "temper", x, x.shape[1], positions, every, float(slope), count, label=f"temper {list(x.shape)}"
+        )  # fmt: skip
 
     def gelu(self, x: Array, *, count: Count) -> None:
         _check(x, count)
@@ -392,6 +389,7 @@ class CpuOps:
         down_bias: Array | None,
         out: Array,
         count: Count,
+        weigh_input: bool = False,
     ) -> None:
         _check(x, ids, weights, gate_up_bias, down_bias, out, count)
         assert gate_up.gated, "gate and up of an expert are one gated matrix"
@@ -403,7 +401,7 @@ class CpuOps:
         )
         self._call(
             "experts", x, ids, weights, chosen, gate_up.experts, gate_up.data[0], down.data[0], gate_up_bias, down_bias,
-            matrix.activation_code(activation), out, scratch, self._terms, count,
+            matrix.activation_code(activation), int(weigh_input), out, scratch, self._terms, count,
             label=f"experts {gate_up.layout} [{len(x)}, {gate_up.k}] -> {chosen} of {gate_up.experts} x {down.k}",
             alive=(gate_up, down),
         )  # fmt: skip
@@ -421,6 +419,17 @@ class CpuOps:
             count,
             label=f"rope_angles {list(out.shape)}",
         )
+
+    def rope_angles_axes(
+        self, positions: Array, axes: Array, inv_freq: Array, *, scale: float, out: Array, count: Count
+    ) -> None:
+        _check(positions, axes, inv_freq, out, count)
+        assert out.shape == (positions.shape[1], 2 * len(inv_freq)), (out.shape, positions.shape, inv_freq.shape)
+        assert axes.shape == inv_freq.shape, (axes.shape, inv_freq.shape)
+        self._call(
+            "rope_angles_axes", positions, positions.shape[1], axes, inv_freq, len(inv_freq), float(scale), out, count,
+            label=f"rope_angles_axes {list(out.shape)}",
+        )  # fmt: skip
 
     def rope_store(
         self,
@@ -457,15 +466,17 @@ class CpuOps:
         sinks: Array | None,
         out: Array,
         causal: bool = True,
+        chunked: bool = False,
     ) -> None:
         _check(q, rows.query_start, rows.lengths, rows.page_table, rows.rows, sinks, out)
         assert q.shape[1] == heads * kv.head_dim, (q.shape, heads, kv.head_dim)
         assert heads % kv.kv_heads == 0, (heads, kv.kv_heads)
         assert causal or window is None, "a window looks back: it is for causal attention"
+        assert window is not None or not chunked, "chunks are windows"
         self._call(
             "attention", q, kv.k, kv.v, KV_FORMATS[kv.format], kv.page_tokens, kv.kv_heads, heads, kv.head_dim, rows.query_start,
             rows.lengths, rows.page_table, rows.page_table.shape[1], rows.rows, float(scale), (window or 0) if causal else -1,
-            float(softcap or 0), sinks, out, self._parts, self._parts.nbytes,
+            int(chunked), float(softcap or 0), sinks, out, self._parts, self._parts.nbytes,
             label=f"attention {kv.format} {list(q.shape)} x{rows.page_table.shape[1] * kv.page_tokens}",
         )  # fmt: skip
 
@@ -508,17 +519,17 @@ class CpuOps:
             alive=(up,),
         )  # fmt: skip
 
-    def add_low_rank(
-        self, x: Array, bank: LowRankBank, adapters: Array, *, start: int, out: Array, count: Count
-    ) -> None:
+    def add_low_rank(self, x: Array, bank: LowRankBank, adapters: Array, *, out: Array, count: Count) -> None:
         _check(x, adapters, out, count)
         assert x.shape[1] == bank.k, (x.shape, bank.k)
-        assert 0 <= start <= start + bank.n <= out.shape[1], (start, bank.n, out.shape)
-        rank = bank.data[0].shape[2]
-        inner = self._scratch_of(len(x) * rank * 4)
+        assert out.shape[1] == sum(bank.sizes), (bank.sizes, out.shape)
+        a, b, sizes, used = bank.data
+        rank, parts = b.shape[2], len(bank.sizes)
+        inner = self._scratch_of(len(x) * parts * rank * 4)
         self._call(
-            "add_low_rank", x, bank.k, *bank.data, rank, bank.n, adapters, bank.slots, out, out.shape[1], start, inner, count,
-            label=f"add_low_rank [{len(x)}, {bank.k}] -> {bank.rank} -> {bank.n}, {bank.slots} adapters",
+            "add_low_rank", x, bank.k, a, b, int(a.dtype != np.float32), rank, parts, sizes, used, adapters, bank.slots, out,
+            out.shape[1], inner, count,
+            label=f"add_low_rank [{len(x)}, {bank.k}] -> {bank.rank} -> {list(bank.sizes)}, {bank.slots} adapters",
         )  # fmt: skip
 
     def glue(self, x: Array, *, activation: Activation, out: Array, count: Count) -> None:

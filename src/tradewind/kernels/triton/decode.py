@@ -59,6 +59,14 @@ def _fold(score, value, top, total, acc, DOT: tl.constexpr):
 
 
 @triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """The first position that a position sees through a window."""
+    if WINDOW == 2:
+        return position - position % window
+    return tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
 def shared_chunk(shared, BN: tl.constexpr, SPLITS: tl.constexpr):
     """Keys of one split of the shared ones, whole tiles; at least 1."""
     return tl.maximum(tl.cdiv(tl.cdiv(shared, BN), SPLITS) * BN, 1)
@@ -111,7 +119,8 @@ def _decode_kernel(
     length = tl.load(lengths_ptr + row)
     first = 0
     if WINDOW:
-        first = tl.maximum(length - window, 0) // BN * BN
+        lowest = first_seen(length - 1, window, WINDOW)
+        first = lowest // BN * BN
     if SHARED > 0:
         first = tl.load(found_ptr)
     chunk = tl.cdiv(tl.cdiv(length - first, BN), SPLITS) * BN
@@ -136,7 +145,7 @@ def _decode_kernel(
     if EARLY:  # older keys were written long ago: their way from memory overlaps the matmul before us
         seen = position < stop
         if WINDOW:
-            seen = seen & (position >= length - window)
+            seen = seen & (position >= lowest)
         page = tl.load(table + position // B, mask=seen, other=0).to(tl.int64)
         at = (page * G + g) * (B * D) + (position % B) * D
         k1 = tl.load(k_ptr + at[None, :] + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0)
@@ -185,7 +194,7 @@ def _decode_kernel(
         position = start + n
         seen = position < stop
         if WINDOW:
-            seen = seen & (position >= length - window)
+            seen = seen & (position >= lowest)
         page = tl.load(table + position // B, mask=seen, other=0).to(tl.int64)
         at = (page * G + g) * (B * D) + (position % B) * D
         k1 = tl.load(k_ptr + at[None, :] + i[:, None], mask=seen[None, :] & live_d[:, None], other=0.0)
@@ -319,6 +328,7 @@ def paged_decode(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    chunked: bool = False,
     angles: Tensor | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
@@ -368,11 +378,17 @@ def paged_decode(
         page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, B=page_tokens,
         BM=pow2(ratio, 16), BN=config.block_n, HALF=half, SPLITS=config.splits, TOGETHER=together, DOT=dot,
-        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
+        WINDOW=window_kind(window, chunked=chunked), CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
         FUSED=fused, NORM=q_weight is not None, EARLY=early, COUNTED=rows is not None,
         SHARED=shared.splits if shared is not None else 0, SHARED_BN=shared.block_n if shared is not None else 1,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
+
+
+def window_kind(window: int | None, *, chunked: bool) -> int:
+    """What kernels are compiled for: 0 no window, 1 one that slides, 2 one that restarts at multiples of its size."""
+    assert window is not None or not chunked, "chunks are windows"
+    return 0 if window is None else 2 if chunked else 1
 
 
 def decode_workspace_floats(rows: int, *, heads: int, head_dim: int, splits: int) -> int:

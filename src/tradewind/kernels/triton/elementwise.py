@@ -162,7 +162,7 @@ def gather_rows(x: Tensor, index: Tensor, *, out: Tensor, count: Tensor | None =
 
 @triton.jit
 def _in_place_kernel(
-    x_ptr, bias_ptr, count_ptr, E, cap,
+    x_ptr, bias_ptr, count_ptr, E, cap, every,
     BLOCK: tl.constexpr, KIND: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -178,6 +178,9 @@ def _in_place_kernel(
         x = x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "scale":
         x = x * cap
+    elif KIND == "temper":  # the vector is positions
+        steps = (tl.load(bias_ptr + row) + 1) // every
+        x = x * (1.0 + cap * tl.log(1.0 + steps.to(tl.float32)))
     elif KIND == "softcap":  # tanh z = 1 - 2 / (exp(2 z) + 1)
         x = cap * (1.0 - 2.0 / (tl.exp(2.0 * x / cap) + 1.0))
     else:
@@ -185,11 +188,13 @@ def _in_place_kernel(
     tl.store(x_ptr + row * E + column, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
-def _in_place(x: Tensor, bias: Tensor, cap: float, kind: str, *, count: Tensor | None, pdl: bool) -> None:
+def _in_place(
+    x: Tensor, bias: Tensor, cap: float, kind: str, *, count: Tensor | None, pdl: bool, every: int = 1
+) -> None:
     width = x.shape[1]
     block = min(1024, pow2(width))
     _in_place_kernel[(triton.cdiv(width, block), x.shape[0])](
-        x, bias, count if count is not None else x, width, cap,
+        x, bias, count if count is not None else x, width, cap, every,
         BLOCK=block, KIND=kind, COUNTED=count is not None, **launch_options(pdl=pdl, warps=4),
     )  # fmt: skip
 
@@ -207,6 +212,13 @@ def softcap(x: Tensor, *, cap: float, count: Tensor | None = None, pdl: bool = F
 def scale(x: Tensor, *, factor: float, count: Tensor | None = None, pdl: bool = False) -> None:
     """x = factor x in place; x [T, N] bf16 or float32."""
     _in_place(x, x, factor, "scale", count=count, pdl=pdl)
+
+
+def temper(
+    x: Tensor, positions: Tensor, *, every: int, slope: float, count: Tensor | None = None, pdl: bool = False
+) -> None:
+    """x[t] *= 1 + slope ln(1 + floor((positions[t] + 1) / every)); x [T, N] bf16 or float32, positions int32 [T]."""
+    _in_place(x, positions, slope, "temper", count=count, pdl=pdl, every=every)
 
 
 def add_bias(x: Tensor, bias: Tensor, *, count: Tensor | None = None, pdl: bool = False) -> None:

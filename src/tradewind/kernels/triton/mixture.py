@@ -96,6 +96,13 @@ def answers_of(planner: Planner, call: Call) -> Tensor:
     return whole[: planner.bucket.tokens * chosen]
 
 
+def shares(planner: Planner, call: Call) -> Tensor:
+    """float32 [T, K]: what answers are multiplied with when they are added: the routing's weights, or ones where the input is weighed."""
+    if not call["weigh_input"]:
+        return planner.cut(call["weights"])  # type: ignore[no-any-return]
+    return planner.cut(planner.workspace.ones(*call["weights"].shape))  # type: ignore[no-any-return]
+
+
 def emit_route(planner: Planner, call: Call) -> None:
     """Appends the launch of a `route` call, which counts for the sorting behind it where `call["experts"]` says so."""
     logits, routing, each = planner.cut(call["logits"]), call["routing"], tokens_each(planner)
@@ -115,7 +122,7 @@ def emit_experts(planner: Planner, call: Call) -> None:
         _emit_one(planner, call)
         return
     gate_up, down = call["gate_up"], call["down"]
-    x, ids, weights, out = (planner.cut(call[name]) for name in ("x", "ids", "weights", "out"))
+    x, ids, out = (planner.cut(call[name]) for name in ("x", "ids", "out"))
     chosen, rows, pairs = ids.shape[1], ids.numel(), call["ids"].numel()
     count = planner.count(call, always=True)
     places: dict[str, Any] = {"count": count}
@@ -130,7 +137,7 @@ def emit_experts(planner: Planner, call: Call) -> None:
     planner.own(
         moe.expert_tiles, f"{_text(gate_up, x, ids)} {kind} + {call['activation']}, {first}", x, gate_up.data[0], ids, out=inner,
         gated=True, scale=_scale(gate_up), x_scale=x_scale, bias=call["gate_up_bias"], activation=call["activation"], config=first,
-        **places,
+        weights=_input_weights(planner, call), **places,
     )  # fmt: skip
     if down.layout == "fp8":
         small = planner.workspace.piece("expert inner fp8", pairs, down.k, dtype=FP8)[:rows]
@@ -144,6 +151,7 @@ def emit_experts(planner: Planner, call: Call) -> None:
         scale=_scale(down), x_scale=x_scale if down.layout == "fp8" else None, bias=call["down_bias"], config=second, **places,
     )  # fmt: skip
     if not any(other["mixture"] is call for other in planner.calls):
+        weights = shares(planner, call)
         planner.own(moe.combine, f"combine {chosen} experts {list(out.shape)}", answers, weights, out=out, count=count)
 
 
@@ -165,7 +173,7 @@ def _emit_sort(planner: Planner, call: Call, ids: Tensor, count: Tensor | None) 
 
 def _emit_one(planner: Planner, call: Call) -> None:
     gate_up, down = call["gate_up"], call["down"]
-    x, ids, weights, out = (planner.cut(call[name]) for name in ("x", "ids", "weights", "out"))
+    x, ids, out = (planner.cut(call[name]) for name in ("x", "ids", "out"))
     inner = planner.workspace.piece("expert inner", call["ids"].numel(), down.k, dtype=torch.bfloat16)[: ids.numel()]
     residual = planner.cut(call["residual"])
     config = planner.tuning.expert_gemv(gate_up.k, gated=True, fp8=gate_up.layout == "fp8")
@@ -173,14 +181,18 @@ def _emit_one(planner: Planner, call: Call) -> None:
     planner.own(
         moe.one_gate_up, f"{_text(gate_up, x, ids)} one + {call['activation']}{normed}, {config}", x, ids, gate_up.data[0], out=inner,
         scale=_scale(gate_up), bias=call["gate_up_bias"], norm=call["norm"], eps=call["eps"] or 0.0, activation=call["activation"],
-        config=config, late=planner.pdl,
+        weights=_input_weights(planner, call), config=config, late=planner.pdl,
     )  # fmt: skip
     config = planner.tuning.expert_gemv(down.k, gated=False, fp8=down.layout == "fp8")
     added = (" + residual" if residual is not None else "") + (", early" if planner.pdl else "")
     planner.own(
-        moe.one_down, f"{_text(down, inner, ids)} one{added}, {config}", inner, ids, weights, down.data[0], out=out,
+        moe.one_down, f"{_text(down, inner, ids)} one{added}, {config}", inner, ids, shares(planner, call), down.data[0], out=out,
         scale=_scale(down), bias=call["down_bias"], residual=residual, config=config, early=planner.pdl,
     )  # fmt: skip
+
+
+def _input_weights(planner: Planner, call: Call) -> Tensor | None:
+    return planner.cut(call["weights"]) if call["weigh_input"] else None
 
 
 def _text(weight: PackedExperts, x: Tensor, ids: Tensor) -> str:

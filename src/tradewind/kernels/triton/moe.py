@@ -56,9 +56,10 @@ def _stream(pointers, mask, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["zero"])
 def _one_gate_up_kernel(
-    x_ptr, ids_ptr, w_ptr, scale_ptr, norm_ptr, bias_ptr, out_ptr, zero, N, eps,
+    x_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, norm_ptr, bias_ptr, out_ptr, zero, N, eps,
     K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr, NARROW: tl.constexpr,
-    ACTIVATION: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, WEIGHED: tl.constexpr, BIAS: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if not LATE:
         let_next_start(PDL)
@@ -109,6 +110,10 @@ def _one_gate_up_kernel(
     if SCALED:
         y *= tl.load(scale_ptr + line, mask=live, other=0.0)
         u *= tl.load(scale_ptr + N + line, mask=live, other=0.0)
+    if WEIGHED:
+        weight = tl.load(weights_ptr + slot)
+        y *= weight
+        u *= weight
     if BIAS:
         y += tl.load(bias_ptr + line, mask=live, other=0.0).to(tl.float32)
         u += tl.load(bias_ptr + N + line, mask=live, other=0.0).to(tl.float32)
@@ -126,6 +131,7 @@ def one_gate_up(
     norm: Tensor | None = None,
     eps: float = 0.0,
     activation: str = "silu",
+    weights: Tensor | None = None,
     config: ExpertGemvConfig,
     pdl: bool = False,
     late: bool = False,
@@ -133,6 +139,7 @@ def one_gate_up(
     """out [K, F] = glue(gate_e x, up_e x) for the experts e of ids int32 [1, K]; x [1, E] bf16 or float32.
 
     weight [X, 2F, E], with `scale` [X, 2F] when e4m3; bias [X, 2F]. norm [E]: x is divided by its rms and multiplied by norm first.
+    weights [1, K]: factors on what gate and up make, before the bias.
     late: as in skinny.skinny_linear.
     """
     depth, features, chosen = x.shape[1], weight.shape[1] // 2, ids.shape[1]
@@ -140,10 +147,12 @@ def one_gate_up(
     assert out.shape == (chosen, features), (out.shape, chosen, features)
     block = min(config.block, pow2(depth))
     _one_gate_up_kernel[(triton.cdiv(features, config.rows) * chosen,)](
-        x, ids, weight, scale if scale is not None else x, norm if norm is not None else x, bias if bias is not None else x, out, 0,
+        x, ids, weights if weights is not None else x, weight, scale if scale is not None else x, norm if norm is not None else x,
+        bias if bias is not None else x, out, 0,
         features, eps, K=depth, ROWS=config.rows, BLOCK=block, AHEAD=min(config.ahead, triton.cdiv(depth, block)),
         MASKED=depth % block != 0 or features % config.rows != 0, NARROW=config.narrow, ACTIVATION=ACTIVATIONS[activation],
-        NORM=norm is not None, SCALED=scale is not None, BIAS=bias is not None, LATE=late, **launch_options(pdl=pdl, warps=config.warps),
+        NORM=norm is not None, SCALED=scale is not None, WEIGHED=weights is not None, BIAS=bias is not None, LATE=late,
+        **launch_options(pdl=pdl, warps=config.warps),
     )  # fmt: skip
 
 
@@ -236,10 +245,10 @@ def one_down(
 
 @triton.jit(do_not_specialize=["T", "MOST"])
 def _tile_kernel(
-    x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, ids_ptr, blocks_ptr, used_ptr, count_ptr, out_ptr, T, MOST, N,
+    x_ptr, w_ptr, x_scale_ptr, scale_ptr, bias_ptr, weights_ptr, ids_ptr, blocks_ptr, used_ptr, count_ptr, out_ptr, T, MOST, N,
     K: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_P2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, DOT: tl.constexpr, FEW: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, X_SCALED: tl.constexpr,
-    SCALED: tl.constexpr, BIAS: tl.constexpr, COUNTED: tl.constexpr, ONCE: tl.constexpr, TMA: tl.constexpr,
+    WEIGHED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, COUNTED: tl.constexpr, ONCE: tl.constexpr, TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -305,6 +314,10 @@ def _tile_kernel(
             each = tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
             acc *= each
             up *= each
+        if WEIGHED:
+            weight = tl.load(weights_ptr + pair, mask=live, other=0.0)[None, :]
+            acc *= weight
+            up *= weight
         if SCALED:
             acc *= tl.load(scale_ptr + first + line)[:, None]
             up *= tl.load(scale_ptr + first + N + line)[:, None]
@@ -337,6 +350,8 @@ def _tile_kernel(
             acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
         if X_SCALED:
             acc *= tl.load(x_scale_ptr + source, mask=live, other=0.0)[None, :]
+        if WEIGHED:
+            acc *= tl.load(weights_ptr + pair, mask=live, other=0.0)[None, :]
         if SCALED:
             acc *= tl.load(scale_ptr + first + line)[:, None]
         if BIAS:
@@ -363,6 +378,7 @@ def expert_tiles(
     x_scale: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "silu",
+    weights: Tensor | None = None,
     count: Tensor | None = None,
     config: TileConfig,
     pdl: bool = False,
@@ -373,6 +389,7 @@ def expert_tiles(
     ids int32 [T, K]. With `order`, `blocks` and `used` of `sort_pairs` (block = config.bm) inner rows lie in sorted order; answers always
     lie by pair. Without them T <= config.bm and all rows lie by pair; then `count` (int32 [1], on the device) bounds the live tokens.
     Numbers as in skinny.fixed_linear: bf16 by bf16, or e4m3 by e4m3 with `x_scale` [rows of x] and `scale` [X, N]; bias [X, N].
+    weights [T, K], only where `gated`: factors on what gate and up make of a pair's row, before the bias.
     A row's bits depend on neither its neighbours nor their number, for one config.
     """
     tokens, chosen = ids.shape
@@ -393,11 +410,13 @@ def expert_tiles(
         source = TensorDescriptor.from_tensor(weight.view(-1, depth), box)
     _tile_kernel[(tiles * most,)](
         x, source, x_scale if x_scale is not None else x, scale if scale is not None else x, bias if bias is not None else x,
-        ids if order is None else order, blocks if blocks is not None else ids, used if used is not None else ids,
+        weights if weights is not None else ids, ids if order is None else order, blocks if blocks is not None else ids,
+        used if used is not None else ids,
         count if count is not None else ids, out, tokens, most, features,
         K=depth, CHOSEN=chosen, CHOSEN_P2=pow2(chosen), BM=config.bm, BN=config.bn, BK=config.bk, GROUP=8,
         DOT=tl.float8e4nv if x.dtype == FP8 else tl.bfloat16, FEW=few, GATED=gated, ACTIVATION=ACTIVATIONS[activation],
-        X_SCALED=x_scale is not None, SCALED=scale is not None, BIAS=bias is not None, COUNTED=count is not None, ONCE=config.bm <= 32,
+        X_SCALED=x_scale is not None, WEIGHED=weights is not None, SCALED=scale is not None, BIAS=bias is not None,
+        COUNTED=count is not None, ONCE=config.bm <= 32,
         TMA=config.tma, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ from tradewind.kernels.ops import (
     Compute,
     Count,
     KVLayer,
+    LowRankBank,
     PackedExperts,
     PackedMatrix,
     PagedRows,
@@ -31,8 +32,8 @@ from tradewind.kernels.ops import (
     RowTable,
     SampleColumns,
 )
+from tradewind.kernels.triton import low_rank, upload
 from tradewind.kernels.triton import sample as sampling
-from tradewind.kernels.triton import upload
 from tradewind.kernels.triton.launch import FP8
 from tradewind.kernels.triton.tape import Bucket, Tape
 from tradewind.kernels.triton.tuning import AttentionWays, Tuning, tuned
@@ -109,7 +110,9 @@ class CudaOps:
             sequences, longest = len(rows.lengths), rows.page_table.shape[1] * kv.page_tokens
         tape = Tape(self)
         tape.add(op, arguments)
-        tape.program(Bucket(tokens=tokens, rows=sequences, singles=False, longest=longest), fuse=False).run()
+        tape.program(
+            Bucket(tokens=tokens, rows=sequences, singles=False, longest=longest, adapted=True), fuse=False
+        ).run()
 
     def _outside_recording(self, what: str) -> None:
         assert self._recording is None, f"{what} is not part of a step: it cannot be recorded"
@@ -318,6 +321,9 @@ class CudaOps:
     def scale(self, x: Tensor, *, factor: float, count: Count) -> None:
         self._call("scale", tokens=len(x), x=x, factor=factor, count=count)
 
+    def temper(self, x: Tensor, positions: Tensor, *, every: int, slope: float, count: Count) -> None:
+        self._call("temper", tokens=len(x), x=x, positions=positions, every=every, slope=slope, count=count)
+
     def gelu(self, x: Tensor, *, count: Count) -> None:
         self._call("gelu", tokens=len(x), x=x, count=count)
 
@@ -373,14 +379,16 @@ class CudaOps:
         sinks: Tensor | None,
         out: Tensor,
         causal: bool = True,
+        chunked: bool = False,
         fresh: bool = False,
     ) -> None:
         """fresh: in buckets of that kind, rows of several tokens may be computed from this step's keys alone, by FlashAttention 3."""
         assert q.shape[1] == heads * kv.head_dim, (q.shape, heads, kv.head_dim)
         assert causal or window is None, "a window looks back: it is for causal attention"
+        assert window is not None or not chunked, "chunks are windows"
         self._call(
             "attention", tokens=len(q), q=q, kv=kv, rows=rows, heads=heads, scale=scale, window=window, softcap=softcap,
-            sinks=sinks, out=out, causal=causal, fresh=fresh,
+            sinks=sinks, out=out, causal=causal, chunked=chunked, fresh=fresh,
         )  # fmt: skip
 
     def route(
@@ -410,13 +418,33 @@ class CudaOps:
         down_bias: Tensor | None,
         out: Tensor,
         count: Count,
+        weigh_input: bool = False,
     ) -> None:
         assert gate_up.gated and not down.gated and gate_up.n == 2 * down.k, (gate_up.n, down.k)
         assert x.shape[1] == gate_up.k and out.shape[1] == down.n, (x.shape, gate_up.k, out.shape, down.n)
         self._call(
             "experts", tokens=len(x), x=x, ids=ids, weights=weights, gate_up=gate_up, down=down, activation=activation,
-            gate_up_bias=gate_up_bias, down_bias=down_bias, out=out, count=count,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, out=out, count=count, weigh_input=weigh_input,
         )  # fmt: skip
+
+    def low_rank_bank(self, *, slots: int, rank: int, sizes: tuple[int, ...], k: int, exact: bool) -> LowRankBank:
+        """Always bf16."""
+        self._outside_recording("low_rank_bank")
+        return low_rank.new_bank(self.device, slots=slots, rank=rank, sizes=sizes, k=k)
+
+    def set_low_rank(
+        self, bank: LowRankBank, slot: int, part: int, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
+    ) -> None:
+        self._outside_recording("set_low_rank")
+        low_rank.write(bank, slot, part, a, b)
+
+    def add_low_rank(self, x: Tensor, bank: LowRankBank, adapters: Tensor, *, out: Tensor, count: Count) -> None:
+        assert x.shape[1] == bank.k and out.shape[1] == sum(bank.sizes), (x.shape, bank.k, out.shape, bank.sizes)
+        self._call("add_low_rank", tokens=len(x), x=x, bank=bank, adapters=adapters, out=out, count=count)
+
+    def glue(self, x: Tensor, *, activation: Activation, out: Tensor, count: Count) -> None:
+        assert activation in ("silu", "gelu_tanh"), f"no kernel makes gate and up one by {activation}"
+        self._call("glue", tokens=len(x), x=x, activation=activation, out=out, count=count)
 
     def gather_rows(self, x: Tensor, index: Tensor, *, out: Tensor, count: Count) -> None:
         self._call("gather_rows", tokens=len(out), x=x, index=index, out=out, count=count)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tradewind.kernels.triton.decode import capped, multiplied_as, narrowed
+from tradewind.kernels.triton.decode import capped, first_seen, multiplied_as, narrowed, window_kind
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
 from tradewind.kernels.triton.tuning import PrefillConfig
 
@@ -68,8 +68,10 @@ def _block(
         factor = 1.4426950408889634
     if MASK:
         seen = key[None, :] <= position[:, None]
-        if WINDOW:
+        if WINDOW == 1:
             seen = seen & (key[None, :] > position[:, None] - window)
+        if WINDOW == 2:
+            seen = seen & (key[None, :] >= (position - position % window)[:, None])
         score = tl.where(seen, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1) * factor)
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -175,7 +177,7 @@ def _prefill_kernel(
     end = tl.minimum(length - tokens + block + BQ, length)
     lowest = 0
     if WINDOW:
-        lowest = tl.maximum(oldest - window + 1, 0)
+        lowest = first_seen(oldest, window, WINDOW)
         for start in range(lowest // BN * BN, end, BN):
             top, total, acc = _block(
                 q, k_ptr, v_ptr, table, start, lowest, end, position, top, total, acc, g, window, factor_k, cap,
@@ -223,6 +225,7 @@ def paged_prefill(
     sinks: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    chunked: bool = False,
     out: Tensor,
     rows: Tensor | None = None,
     singles: bool = True,
@@ -254,7 +257,7 @@ def paged_prefill(
         sinks if sinks is not None else lengths, count, page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, DP=pow2(dim, 16), B=page_tokens,
         BQ=block_q, RATIO=ratio, BN=config.block_n, DOT=dot, STEPS=max(1, count.bit_length()),
-        WINDOW=window is not None, CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, BEGUN=begun,
+        WINDOW=window_kind(window, chunked=chunked), CAP=softcap is not None, SINKS=sinks is not None, SINGLES=singles, BEGUN=begun,
         COUNTED=rows is not None, TMA=tma, PAIRS=tma and config.pairs,
         **launch_options(pdl=pdl, warps=config.warps, stages=config.stages), **({"maxnreg": config.registers} if config.registers else {}),
     )  # fmt: skip

@@ -10,6 +10,7 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
 
     x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
     norm, delta -> norm     one launch (norms on both sides of a block)
+    add_low_rank            tokens sorted by adapter once a step, then two launches (low_rank.py); nothing where nobody has an adapter
     experts                 1 token, few tokens, or pairs sorted by expert (moe.py); their weighted sum in the next norm, or added to x
     norm -> matmuls         gemv, experts of one token: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
     attention               prefill, then decode of one-token rows; prompts that begin by FlashAttention 3; keys shared by all in one pass
@@ -31,6 +32,7 @@ from tradewind.kernels.triton import (
     elementwise,
     encode,
     library,
+    low_rank,
     mixture,
     moe,
     norm,
@@ -86,6 +88,8 @@ class Program:
 def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
     """The program of a tape for a bucket; allocates in the op set's workspace."""
     planner = Planner(tape, bucket, fuse=fuse)
+    if not bucket.adapted:
+        planner.leave_adapters_out()
     if fuse:
         planner.take_angles_from_tables()
         planner.fold_rope_into_attention()
@@ -115,6 +119,8 @@ class Planner:
         self.results = tape.results()
         self.launches: list[Launch] = []
         self.held: list[Any] = []
+        self.sorted_tokens: dict[tuple[int, int], dict[str, Any]] = {}
+        """By adapters' buffer and slots: where the step's tokens lie, sorted by adapter."""
 
     # -------------------------------------------------------------------------------------------------- the data flow
 
@@ -160,6 +166,27 @@ class Planner:
         return is_matmul(call) and call["weight"].layout == "fp8" and self.way(call) != "gemv"
 
     # ---------------------------------------------------------------------------------------------------------- passes
+
+    def leave_adapters_out(self) -> None:
+        """Nobody has one: nothing is added, and a matmul that only `glue` reads is gated itself."""
+        self.calls = [call for call in self.calls if call.op != "add_low_rank"]
+        gone = set()
+        for i, call in enumerate(self.calls):
+            if call.op != "glue":
+                continue
+            source = self.last_write(i, address(call["x"]))
+            made = self.calls[source] if source >= 0 else None
+            if made is None or made.op != "linear" or self.readers(source, address(call["x"])) != [i]:
+                continue
+            self.calls[i] = Call(
+                "gated_linear",
+                {
+                    "x": made["x"], "weight": replace(made["weight"], gated=True), "bias": made["bias"],
+                    "activation": call["activation"], "out": call["out"], "count": call["count"],
+                },
+            )  # fmt: skip
+            gone.add(source)
+        self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
 
     def take_angles_from_tables(self) -> None:
         """rope_store reads its angles from a table by position instead of from what rope_angles wrote in this step."""
@@ -395,7 +422,7 @@ class Planner:
             out, scale, text = self.cut(small), self.cut(scales), text + " -> fp8"
         if call["mixture"] is not None:
             source = call["mixture"]
-            answers, weights = mixture.answers_of(self, source), self.cut(source["weights"])
+            answers, weights = mixture.answers_of(self, source), mixture.shares(self, source)
             self.own(
                 moe.combine_norm, f"{text} of {weights.shape[1]} experts", x, answers, weights, call["weight"], eps=call["eps"], out=out,
                 scale=scale, count=self.count(call),
@@ -431,6 +458,13 @@ class Planner:
     def _scale(self, call: Call) -> None:
         x = self.cut(call["x"])
         self.own(elementwise.scale, f"scale {shape(x)}", x, factor=call["factor"], count=self.count(call))
+
+    def _temper(self, call: Call) -> None:
+        x = self.cut(call["x"])
+        self.own(
+            elementwise.temper, f"temper {shape(x)}", x, self.cut(call["positions"]), every=call["every"], slope=call["slope"],
+            count=self.count(call),
+        )  # fmt: skip
 
     def _gelu(self, call: Call) -> None:
         x = self.cut(call["x"])
@@ -559,6 +593,12 @@ class Planner:
     def _experts(self, call: Call) -> None:
         mixture.emit_experts(self, call)
 
+    def _add_low_rank(self, call: Call) -> None:
+        low_rank.emit(self, call)
+
+    def _glue(self, call: Call) -> None:
+        low_rank.emit_glue(self, call)
+
     def _rope_store(self, call: Call) -> None:
         kv, qkv = call["kv"], self.cut(call["qkv"])
         by_position = call["positions"] is not None
@@ -581,7 +621,7 @@ class Planner:
         if not call["causal"]:
             self.own(encode.paged_encode, f"encode {shape(q)}", q, kv.k, kv.v, query_start=query_start, **common)
             return
-        common["window"] = call["window"]
+        common |= {"window": call["window"], "chunked": bool(call["chunked"])}
         part = call["qkv"] is not None and bucket.fresh == "some"
         if call["qkv"] is not None:
             # All fresh: rows of one token, whose older keys are in the pages, come out wrong here and are written again below.

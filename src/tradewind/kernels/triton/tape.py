@@ -33,6 +33,8 @@ class Bucket:
     longest: int
     """No row has more keys than this, the step's own included; picks how attention is split."""
     fresh: Fresh = "none"
+    adapted: bool = False
+    """Some token may have an adapter. Where none has, nothing is added, and gate and up are made one as if there were no adapters."""
     shared: bool = False
     """One-token rows may share leading keys, which are then read once for all of them; how many is known on the device."""
 
@@ -40,6 +42,7 @@ class Bucket:
 READS: dict[str, tuple[str, ...]] = {
     "add": ("x", "delta", "gate"),
     "add_layer_norm": ("x", "delta"),
+    "add_low_rank": ("x", "adapters", "out"),
     "add_rms_norm": ("x", "delta"),
     "attention": ("q",),
     "embed": ("ids",),
@@ -47,6 +50,7 @@ READS: dict[str, tuple[str, ...]] = {
     "gated_linear": ("x", "residual"),
     "gather_rows": ("x", "index"),
     "gelu": ("x",),
+    "glue": ("x",),
     "linear": ("x", "residual"),
     "quantise": ("x",),
     "rms_norm_span": ("x",),
@@ -55,12 +59,14 @@ READS: dict[str, tuple[str, ...]] = {
     "route": ("logits",),
     "scale": ("x",),
     "softcap": ("x",),
+    "temper": ("x", "positions"),
 }
 """Op -> arguments that it reads. Weights and pages are left out: no call of a tape changes weights, and pages are written in order."""
 
 WRITES: dict[str, tuple[str, ...]] = {
     "add": ("x", "out"),
     "add_layer_norm": ("x", "out"),
+    "add_low_rank": ("out",),
     "add_rms_norm": ("x", "out"),
     "attention": ("out",),
     "embed": ("out",),
@@ -68,6 +74,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "gated_linear": ("out",),
     "gather_rows": ("out",),
     "gelu": ("x",),
+    "glue": ("out",),
     "linear": ("out",),
     "quantise": (),
     "rms_norm_span": ("x",),
@@ -76,6 +83,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "route": ("ids", "weights"),
     "scale": ("x",),
     "softcap": ("x",),
+    "temper": ("x",),
 }
 """Op -> arguments that it writes; the x of an op that takes a delta only when there is one."""
 

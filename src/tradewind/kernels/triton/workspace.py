@@ -85,6 +85,13 @@ class Workspace:
             self._twins[key] = (self._new(*buffer.shape, dtype=torch.bfloat16),)
         return self._twins[key][0][: len(buffer)]
 
+    def ones(self, rows: int, width: int) -> Tensor:
+        """float32 [rows, width] of ones."""
+        held = self._pieces.get("ones")
+        if held is None or held.numel() < rows * width:
+            held = self._pieces["ones"] = self._new(rows * width, dtype=torch.float32).fill_(1.0)
+        return held[: rows * width].view(rows, width)
+
     def angle_table(self, inv_freq: Tensor, *, scale: float, positions: int) -> Tensor:
         """float32 [positions, D]: scale * (cos | sin) of every position, computed once."""
         key = (address(inv_freq), scale)

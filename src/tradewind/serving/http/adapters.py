@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
+from tradewind.config.adapter_files import look_at
 from tradewind.contract.errors import RequestError, UserError
 from tradewind.serving.adapters import AdapterBook
 from tradewind.serving.http.answers import AdaptersLoaded
@@ -32,7 +33,10 @@ class LoadAdapterEndpoint(Endpoint[LoadAdapterRequest]):
     ) -> None:
         book, folder = _allowed(self.front), _inside(self.front, body.lora_path)
         try:
-            await self.desk.off_loop(lambda: book.load(body.lora_name, folder), characters=IN_A_THREAD)
+            found = await self.desk.off_loop(lambda: look_at(folder), characters=IN_A_THREAD)
+            book.check(body.lora_name, found)
+            await self.front.client.check_adapter(found.key)
+            book.take(body.lora_name, found)
         except UserError as error:
             raise ApiError(400, str(error), param="lora_path", code="invalid_value") from None
         await self.json(scope, send, AdaptersLoaded(loaded=list(book.names)))

@@ -12,14 +12,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from tradewind.serving.http.answers import Aborted, Detokenized, Health, ModelList, ModelRecord, Sleeping, Tokenized
-from tradewind.serving.http.asking import characters_of, chat_ids, check_model, render_chat, text_ids
+from tradewind.serving.http.asking import characters_of, check_model, render_chat, text_ids
 from tradewind.serving.http.desk import Desk
 from tradewind.serving.http.edge import caller_of, refuse, respond
 from tradewind.serving.http.endpoint import Endpoint
 from tradewind.serving.http.errors import ApiError
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.openapi import docs_html, schema
-from tradewind.serving.http.speaking import speech_of
+from tradewind.serving.http.picturing import asked_in, fetched, pictures_from, prompt_with
+from tradewind.serving.http.speaking import SLOW, speech_of
 from tradewind.serving.http.sse import EventStream
 from tradewind.serving.http.types import AbortRequest, DetokenizeRequest, TokenizeRequest
 
@@ -51,10 +52,14 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
                 code="invalid_value",
             )
 
+        asked = asked_in(body.messages or ())
+        files = await fetched(front, asked, field="messages") if asked else asked
+
         def work() -> list[int]:
             if body.prompt is not None:
                 return text_ids(front, body.prompt, special=body.add_special_tokens is not False, field="prompt")
             assert body.messages is not None
+            pictures = pictures_from(front, files, field="messages")
             rendered = render_chat(
                 front,
                 body.messages,
@@ -63,9 +68,10 @@ class TokenizeEndpoint(Endpoint[TokenizeRequest]):
                 continue_final_message=body.continue_final_message,
                 template_kwargs=body.chat_template_kwargs,
             )
-            return chat_ids(front, rendered, field="messages")
+            return prompt_with(front, rendered, pictures, field="messages")[0]
 
-        tokens = await self.desk.off_loop(work, characters=characters_of(body.messages or ()) + len(body.prompt or ""))
+        size = characters_of(body.messages or ()) + len(body.prompt or "")
+        tokens = await self.desk.off_loop(work, characters=SLOW if asked else size)
         texts = [front.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         await self.json(
             scope, send, Tokenized(count=len(tokens), max_model_len=front.max_context, tokens=tokens, token_strs=texts)
@@ -174,6 +180,7 @@ class HealthPage(Page):
             "status": status, "running": stats.running, "waiting": stats.waiting, "since_progress_s": round(still_s, 3),
             "steps": stats.steps, "pages_used": stats.pages_used, "pages_total": stats.pages_total, "error": error,
             "diagnosis": None if front.diagnosis is None else front.diagnosis(),
+            "drift": None if front.drift is None else front.drift(),
         }  # fmt: skip
         body = msgspec.json.encode(msgspec.convert(report, Health))
         code = 200 if status in ("ok", "asleep") else 503

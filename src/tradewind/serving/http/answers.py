@@ -262,6 +262,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     diagnosis: str | None = None
     """A name and the evidence, where something is wrong or a request has just failed in a way that says so."""
+    drift: str | None = None
+    """How traffic is other than the plan was made for, or that another plan is being tried; see GET /drift."""
 
 
 # -- responses

@@ -13,11 +13,12 @@ import msgspec
 
 from tradewind.config.targets import class_of_request
 from tradewind.contract.errors import LimitError, RequestError, UserError
+from tradewind.contract.image import Image
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.serving.http.edge import Caller
 from tradewind.serving.http.errors import ApiError, api_error
 from tradewind.serving.http.front import Front
-from tradewind.serving.http.types import ChatMessage, Sampling
+from tradewind.serving.http.types import ChatMessage, ContentPart, Sampling
 from tradewind.serving.text_stream import check_stops
 
 RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -120,8 +121,12 @@ def make_requests(
     id: str,
     prompt_field: str,
     limit_field: str = "max_tokens",
+    images: tuple[Image, ...] = (),
 ) -> list[Request]:
-    """Engine requests for all prompts, samples of one prompt side by side. Raises ApiError naming the field and the numbers."""
+    """Engine requests for all prompts, samples of one prompt side by side. Raises ApiError naming the field and the numbers.
+
+    images: of the one prompt that there is then.
+    """
     now = time.monotonic()
     options = front.options
     if body.priority and not front.honours_priority:
@@ -157,6 +162,7 @@ def make_requests(
                 cache_salt=f"{caller.tenant}:{salt}" if caller.tenant or salt else "",
                 adapter=adapter,
                 deadline_s=None if options.request_timeout_s is None else now + options.request_timeout_s,
+                images=images,
             )
         except (RequestError, LimitError) as error:
             raise _too_long(front, error, len(tokens), sampling, prompt_field, limit_field) or api_error(
@@ -205,7 +211,7 @@ def conversation(front: Front, messages: Sequence[ChatMessage]) -> list[dict[str
     template = front.template
     knows_developer = not isinstance(template, UserError) and "developer" in template.source
     plain: list[dict[str, Any]] = []
-    for message in messages:
+    for place, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role}
         if message.role == "developer" and not knows_developer:
             one["role"] = "system"
@@ -213,7 +219,7 @@ def conversation(front: Front, messages: Sequence[ChatMessage]) -> list[dict[str
         one["content"] = (
             content
             if content is None or isinstance(content, str)
-            else [{"type": "text", "text": part.text} for part in content]
+            else [_part(part, place=place, index=index) for index, part in enumerate(content)]
         )
         for name in ("name", "tool_call_id", "reasoning_content"):
             value = getattr(message, name)
@@ -230,6 +236,16 @@ def conversation(front: Front, messages: Sequence[ChatMessage]) -> list[dict[str
             ]
         plain.append(one)
     return plain
+
+
+def _part(part: ContentPart, *, place: int, index: int) -> dict[str, str]:
+    """A part as templates read it; of an image they see that it is there."""
+    if part.type == "image_url":
+        return {"type": "image"}
+    if part.text is None:
+        where = f"messages[{place}].content[{index}].text"
+        raise ApiError(400, f"{where} is missing", param=where, code="missing_required_parameter")
+    return {"type": "text", "text": part.text}
 
 
 def _arguments(text: str) -> Any:
@@ -309,7 +325,7 @@ def characters_of(messages: Sequence[ChatMessage]) -> int:
         if isinstance(content, str):
             total += len(content)
         elif content is not None:
-            total += sum(len(part.text) for part in content)
+            total += sum(len(part.text or "") for part in content)
         total += 32
     return total
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -21,7 +23,6 @@ from tradewind.serving.http.answers import (
 )
 from tradewind.serving.http.asking import (
     characters_of,
-    chat_ids,
     check_effort,
     check_model,
     make_requests,
@@ -34,10 +35,12 @@ from tradewind.serving.http.errors import ApiError
 from tradewind.serving.http.flight import Flight, Parts
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.logprobs import chat_logprobs
+from tradewind.serving.http.picturing import asked_in, fetched, pictures_from, prompt_with
 from tradewind.serving.http.pipeline import Said, Voice, Whole
 from tradewind.serving.http.speaking import SLOW, demands, form_of, speech_of
 from tradewind.serving.http.sse import DONE, EventStream, json_bytes
 from tradewind.serving.http.types import ChatRequest
+from tradewind.serving.images import Asked
 from tradewind.serving.parsers.pieces import Content, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
 
 
@@ -67,9 +70,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             check_effort(front, "reasoning_effort")
             kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         answer_id = "chatcmpl-" + secrets.token_hex(12)
+        asked = asked_in(body.messages)
 
-        def prepare() -> tuple[list[Voice], bool]:
+        def prepare(files: Sequence[Asked]) -> tuple[list[Voice], bool]:
             speech = speech_of(front, tools, choice, parallel=parallel, form=form_of(front, body, form))
+            pictures = pictures_from(front, files, field="messages")
             rendered = render_chat(
                 front,
                 body.messages,
@@ -85,9 +90,10 @@ class ChatEndpoint(Endpoint[ChatRequest]):
                 n=body.n or 1,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             )
+            ids, images = prompt_with(front, rendered, pictures, field="messages")
             requests = make_requests(
-                front, caller, body, [chat_ids(front, rendered, field="messages")], sampling,
-                id=answer_id, prompt_field="messages", limit_field=limit_field,
+                front, caller, body, [ids], sampling,
+                id=answer_id, prompt_field="messages", limit_field=limit_field, images=images,
             )  # fmt: skip
             voices = [
                 Voice(
@@ -102,8 +108,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             return voices, bool(body.logprobs)
 
         with self.desk.place(body.n or 1):
+            files = await fetched(front, asked, field="messages") if asked else asked
             voices, with_logprobs = await self.desk.off_loop(
-                prepare, characters=SLOW if slow else characters_of(body.messages)
+                partial(prepare, files), characters=SLOW if slow or asked else characters_of(body.messages)
             )
             options = body.stream_options
             chunks = ChatChunks(

@@ -46,6 +46,8 @@ class Desk:
         """Sequences of this front that have not ended."""
         self.open_requests = 0
         """HTTP requests whose answers are not written yet."""
+        self.max_running = front.max_running
+        """Sequences that run at once; another plan may have others."""
         self.refused = 0
         """Requests that were answered 429."""
         self.closing = False
@@ -76,11 +78,11 @@ class Desk:
         # Our own count is exact at once, which what the engine tells is not; a request with more samples than fit may come alone.
         front = self._front
         limit = front.options.max_queue
-        if self.sequences and self.sequences + sequences > front.max_running + limit:
+        if self.sequences and self.sequences + sequences > self.max_running + limit:
             self.refused += 1
             raise ApiError(
                 429,
-                f"the server is full: {front.max_running} sequences run at once and at most {limit} may wait; try again later",
+                f"the server is full: {self.max_running} sequences run at once and at most {limit} may wait; try again later",
                 code="queue_full",
                 headers={"Retry-After": str(self.retry_after_s())},
             )
@@ -99,7 +101,7 @@ class Desk:
 
     def retry_after_s(self) -> int:
         """About when a place in the queue is free, in whole seconds from 1 to 60."""
-        turns = max(1.0, self.sequences / max(1, self._front.max_running))
+        turns = max(1.0, self.sequences / max(1, self.max_running))
         return max(1, min(60, math.ceil(self._answer_s * turns / 2)))
 
     def took(self, seconds: float) -> None:

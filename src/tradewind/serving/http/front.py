@@ -19,7 +19,9 @@ from tradewind.contract.request import Request
 from tradewind.engine.stats import EngineStats
 from tradewind.serving.adapters import AdapterBook
 from tradewind.serving.chat_template import ChatTemplate
+from tradewind.serving.images import ImageReader
 from tradewind.serving.intake import Intake
+from tradewind.serving.links import LinkFetcher
 from tradewind.serving.parsers.table import ParserChoice
 from tradewind.serving.structured import StructuredOutput
 from tradewind.serving.tokenizer import TextTokenizer
@@ -60,6 +62,9 @@ class EngineClient(Protocol):
 
     def sleep(self) -> None:
         """As soon as nothing runs, empties the prefix cache and gives its memory back; the next request wakes the engine."""
+
+    async def check_adapter(self, key: str) -> None:
+        """Raises UserError where the model cannot take the adapter of this key (`Request.adapter`); waits for its files to be read."""
 
     @property
     def why_dead(self) -> str | None:
@@ -150,6 +155,10 @@ class Front:
     """The engine's queue looks at priorities (policy "priority"); otherwise a request that has one is refused."""
     speech: ParserChoice | None = None
     """How the model writes tool calls and reasoning (`parsers.table.parser_for`); None: all text is content, and tools are refused."""
+    images: ImageReader | None = None
+    """Makes images ready for the model; None: it reads text alone."""
+    links: LinkFetcher | None = None
+    """Fetches images that are sent as links; None: they are refused."""
     structured: StructuredOutput | None = None
     """Makes grammars of what an answer must look like; None: whatever needs one is refused."""
     more_routes: tuple[BaseRoute, ...] = ()
@@ -165,6 +174,8 @@ class Front:
     """(how many, tenant) -> the slowest of them as JSON."""
     diagnosis: Callable[[], str | None] | None = None
     """What is wrong with the engine, where something is and somebody finds it out."""
+    drift: Callable[[], str | None] | None = None
+    """How traffic is other than the plan was made for, or what is done about it; None while nothing is to be said."""
     created_s: int = 0
     """Unix time that /v1/models tells."""
 

@@ -5,6 +5,7 @@ Knows: LocalClient, its loop, and the events it tells. Refuses to know: HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 
@@ -71,6 +72,10 @@ class LocalEngine:
         """See EngineClient."""
         self._client.sleep()
 
+    async def check_adapter(self, key: str) -> None:
+        """See EngineClient."""
+        await asyncio.to_thread(self._loop.check_adapter, key)
+
     @property
     def why_dead(self) -> str | None:
         return self._loop.dead
@@ -92,6 +97,8 @@ class LocalEngine:
             preemptions=watch.preemptions,
             recomputed_tokens=scheduler.recomputed_tokens,
             last_progress_s=progress_s,
+            degrade=scheduler.degraded,
+            step_times=self._loop.step_times,
         )
 
     def scheduled_s(self, request_id: str) -> float | None:

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -30,7 +31,6 @@ from tradewind.serving.http.answers import (
 )
 from tradewind.serving.http.asking import (
     characters_of,
-    chat_ids,
     check_effort,
     check_model,
     make_requests,
@@ -43,6 +43,7 @@ from tradewind.serving.http.errors import ApiError
 from tradewind.serving.http.flight import Flight
 from tradewind.serving.http.front import Front
 from tradewind.serving.http.logprobs import chat_logprobs
+from tradewind.serving.http.picturing import asked_in, fetched, pictures_from, prompt_with
 from tradewind.serving.http.pipeline import Said, Voice
 from tradewind.serving.http.speaking import SLOW, demands, form_of, speech_of
 from tradewind.serving.http.sse import EventStream, json_bytes, named_event
@@ -50,11 +51,14 @@ from tradewind.serving.http.types import (
     ChatMessage,
     ContentPart,
     FunctionCall,
+    ImageUrl,
     InputItem,
+    InputPart,
     ResponsesRequest,
     TextFormat,
     ToolCall,
 )
+from tradewind.serving.images import Asked
 from tradewind.serving.parsers.pieces import Content, Piece, Reasoning, ToolArguments, ToolCallBegin, ToolCallEnd
 
 
@@ -97,10 +101,12 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
                 code="invalid_value",
             )
         answer_id = "resp_" + secrets.token_hex(12)
+        asked = asked_in(messages)
 
-        def prepare() -> Voice:
+        def prepare(files: Sequence[Asked]) -> Voice:
             shape = form_of(front, body, form, field="text.format")
             speech = speech_of(front, tools, choice, parallel=body.parallel_tool_calls, form=shape)
+            pictures = pictures_from(front, files, field="input")
             rendered = render_chat(
                 front,
                 messages,
@@ -117,9 +123,10 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
                 n=1,
                 logprobs=(body.top_logprobs or 0) if with_logprobs else None,
             )
+            ids, images = prompt_with(front, rendered, pictures, field="input")
             (request,) = make_requests(
-                front, caller, body, [chat_ids(front, rendered, field="input")], sampling,
-                id=answer_id, prompt_field="input", limit_field="max_output_tokens",
+                front, caller, body, [ids], sampling,
+                id=answer_id, prompt_field="input", limit_field="max_output_tokens", images=images,
             )  # fmt: skip
             (request,) = speech.constrained([request], rendered)
             parser = speech.make(rendered) if speech.make is not None else None
@@ -132,7 +139,10 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
             )
 
         with self.desk.place(1):
-            voice = await self.desk.off_loop(prepare, characters=SLOW if slow else characters_of(messages))
+            files = await fetched(front, asked, field="input") if asked else asked
+            voice = await self.desk.off_loop(
+                partial(prepare, files), characters=SLOW if slow or asked else characters_of(messages)
+            )
             composer = Composer(front, body, voice, id=answer_id, model=model)
             stream.spell_error = composer.failed
             async with Flight(
@@ -187,7 +197,11 @@ def messages_of(given: str | Sequence[InputItem], instructions: str | None) -> l
                 )
             content = item.content
             parts = (
-                content if isinstance(content, str) else [ContentPart(type="text", text=part.text) for part in content]
+                content
+                if isinstance(content, str)
+                else [
+                    _content(part, item.role, where=f"{where}.content[{index}]") for index, part in enumerate(content)
+                ]
             )
             assistant = item.role == "assistant"
             messages.append(
@@ -218,10 +232,26 @@ def messages_of(given: str | Sequence[InputItem], instructions: str | None) -> l
             messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
         else:
             parts_ = item.content if isinstance(item.content, list) else []
-            reasoning = "".join(part.text for part in parts_) or None
+            reasoning = "".join(part.text or "" for part in parts_) or None
     if not messages:
         raise ApiError(400, "input has no message to answer", param="input", code="invalid_value")
     return messages
+
+
+def _content(part: InputPart, role: str, *, where: str) -> ContentPart:
+    """A part of a message as chat has it. Raises ApiError."""
+    image = part.type == "input_image"
+    name = "image_url" if image else "text"
+    if getattr(part, name) is None:
+        raise ApiError(400, f"{where}.{name} is missing", param=f"{where}.{name}", code="missing_required_parameter")
+    if not image:
+        return ContentPart(type="text", text=part.text)
+    if role != "user":
+        raise ApiError(
+            400, f"{where} is an image in a message of the {role}; images stand in those of the user", param=where, code="invalid_value"
+        )  # fmt: skip
+    assert part.image_url is not None
+    return ContentPart(type="image_url", image_url=ImageUrl(url=part.image_url, detail=part.detail))
 
 
 Kind = Literal["message", "reasoning", "function_call"]

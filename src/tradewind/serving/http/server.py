@@ -3,7 +3,7 @@
 Knows: uvicorn, signals, time limits. Refuses to know: requests and answers (app), how the engine's process is started (supervisor).
 
       SIGTERM, Ctrl-C     new requests get 503, open ones are finished, exit 0; a second one ends at once
-      engine dies         open requests get an error, /health 503; exit 1, or with restart_engine a new engine
+      engine dies         open requests get an error, /health 503; exit 1, or with restart_engine (or a plan on trial) a new engine
       engine stands still stacks and scheduler state to the log, /health 503 until it goes on
 """
 
@@ -14,17 +14,19 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import uvicorn
 
+from tradewind.config.goals import Goals
 from tradewind.contract.errors import EngineDeadError, UserError
-from tradewind.engine.wire import Ready
+from tradewind.engine.wire import Located, Ready
 from tradewind.serving.http.app import make_app
 from tradewind.serving.http.front import Front
+from tradewind.serving.replan import Changed, change_plan
 from tradewind.serving.supervisor import Supervisor, signal_name
 
 LOG = logging.getLogger("tradewind.server")
@@ -62,10 +64,14 @@ class FrontServer:
         patience: Patience,
         on_ready: Callable[[], None],
         on_death: Callable[[str], None],
+        on_planned: Callable[[Located, Ready], None] = lambda located, ready: None,
+        beside: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """`on_ready` is called when connections are accepted, `on_death` for each engine that dies on its own."""
+        """`on_ready` is called when connections are accepted, `on_death` for each engine that dies on its own, `on_planned` for each engine
+        after the first. `beside` is run in the same loop until the end."""
         self._engine, self._ready, self._patience = engine, ready, patience
-        self._on_ready, self._on_death = on_ready, on_death
+        self._on_ready, self._on_death, self._on_planned = on_ready, on_death, on_planned
+        self._beside = beside
         self._app = make_app(front)
         self._desk = self._app.state.desk
         self._server: _Server | None = None
@@ -101,16 +107,18 @@ class FrontServer:
         loop = asyncio.get_running_loop()
         self._server = _Server(config, on_ready=self._on_ready)
         self._engine.on_death = self._died
+        self._engine.on_planned = self._planned
         self._engine.attach(self._ready)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._heard, number)
         watchdog = asyncio.create_task(self._watch())
+        beside = None if self._beside is None else asyncio.create_task(self._beside())
         try:
             await self._server.serve(sockets=[listener])
         finally:
-            if self._restarting is not None and not self._restarting.done():
+            if self._engine.held or (self._restarting is not None and not self._restarting.done()):
                 self._engine.kill()  # a start that nobody waits for any more; its thread ends with it
-            for task in (watchdog, self._draining, self._restarting):
+            for task in (watchdog, beside, self._draining, self._restarting):
                 if task is not None:
                     task.cancel()
             self._desk.shutdown()
@@ -152,7 +160,12 @@ class FrontServer:
 
     def _died(self, why: str) -> None:
         """The engine is gone; the client ends every open request right after this."""
-        restart = self._patience.restart_engine and not self._desk.closing
+        if self._engine.held:
+            LOG.warning(f"the engine died while its plan was being changed, the next one comes: {why}")
+            self._on_death(why)
+            return
+        on_trial = self._engine.fallback is not None
+        restart = (self._patience.restart_engine or on_trial) and not self._desk.closing
         LOG.log(logging.WARNING if restart else logging.ERROR, f"the engine died: {why}")
         self._on_death(why)
         if restart:
@@ -183,6 +196,27 @@ class FrontServer:
         LOG.error("the engine was started again too often: the server gives up")
         self._exit_code = 1
         self._leave()
+
+    # -- another plan
+
+    def _planned(self, located: Located, ready: Ready) -> None:
+        self._desk.max_running = ready.schedule.max_running
+        self._on_planned(located, ready)
+
+    async def change_plan(self, goals: Goals, *, trial: bool) -> Changed:
+        """Puts another plan into service, see `replan.change_plan`; put off while the server drains or an engine is being started."""
+        restarting = self._restarting is not None and not self._restarting.done()
+        if self._desk.closing or self._desk.asleep or restarting or self._engine.why_dead is not None:
+            return Changed(outcome="put off", why="the server has no engine that serves at this moment")
+        changed = await change_plan(self._engine, goals, drain_s=self._patience.drain_timeout_s, trial=trial)
+        self._lived_since_s = time.monotonic()
+        if changed.outcome == "dead":
+            self._died(changed.why)
+        return changed
+
+    def keep_plan(self) -> None:
+        """The plan in force is no longer on trial: when its engine dies, that is nobody's fault but the engine's."""
+        self._engine.fallback = None
 
     async def _watch(self) -> None:
         """Says when steps stop coming while there is work, once for each time, and when they go on."""

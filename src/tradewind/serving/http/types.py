@@ -84,12 +84,20 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     index: int | None = None
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a message. This engine reads text only."""
+class ImageUrl(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image: a data URL, or a link where the server follows them."""
 
-    type: Literal["text"]
-    text: str
-    image_url: None = None
+    url: Annotated[str, Meta(min_length=1)]
+    detail: Literal["auto", "high", "low"] | None = None
+    """low: in few tokens."""
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message: text, or an image for a model that reads images."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
     input_audio: None = None
     file: None = None
 
@@ -192,8 +200,11 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True, forbid_unknown_fiel
 class InputPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of an input item."""
 
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
+    type: Literal["input_image", "input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str | None = None
+    image_url: Annotated[str, Meta(min_length=1)] | None = None
+    """Of an image: a data URL, or a link where the server follows them."""
+    detail: Literal["auto", "high", "low"] | None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     logprobs: list[Any] | None = None
 

@@ -1,7 +1,7 @@
 """The page at /: a playground and the live board, one document without a build step.
 
-Knows: how the sources beside this file become one document whose policy allows its own script and style and nothing else, and the two
-JSON answers it reads. Refuses to know: where the numbers come from (two callables).
+Knows: how the sources beside this file become one document whose policy allows its own script and style and nothing else, and the
+JSON answers it reads. Refuses to know: where the numbers come from (callables).
 
       index.html + page.css + chart.js, ..., chat.js  ->  one answer, inline;  Content-Security-Policy names them by hash
 """
@@ -154,10 +154,13 @@ class JsonPage:
         await respond(scope, send, 200, self._give(), headers=headers)
 
 
-def page_routes(*, board: BoardJson, plan: Callable[[], bytes]) -> tuple[BaseRoute, ...]:
-    """The routes /, /board and /plan for `Front.more_routes`; the latter two answer with the JSON that the callables give."""
+def page_routes(
+    *, board: BoardJson, plan: Callable[[], bytes], drift: Callable[[], bytes] = lambda: b"null"
+) -> tuple[BaseRoute, ...]:
+    """The routes /, /board, /plan and /drift for `Front.more_routes`; all but the first answer with the JSON that the callables give."""
     return (
         Route("/", HomePage.read(), methods=["GET"]),
         Route("/board", BoardPage(board), methods=["GET"]),
         Route("/plan", JsonPage(plan), methods=["GET"]),
+        Route("/drift", JsonPage(drift), methods=["GET"]),
     )

@@ -145,6 +145,9 @@ const board = {
     document.getElementById("model").textContent = now.model;
     document.getElementById("version").textContent = `Tradewind ${now.version}`;
     document.getElementById("uptime").textContent = `up ${spelledTime(now.uptime_s)}`;
+    const told_overload = overload(now.overload, now.step_times);
+    const place = document.getElementById("overload");
+    if (place.textContent !== told_overload) place.textContent = told_overload;
     targets.show(now.attainment);
     if (now.uptime_s < this.uptime) timeline.forget();
     this.uptime = now.uptime_s - 5; // answers may come in another order
@@ -165,7 +168,8 @@ const board = {
       } else {
         this.show(await answer.json());
         if (!this.planned) await this.plan();
-        if (document.getElementById("slowest-body").checkVisibility() && this.polls++ % 3 === 0) await receipts.poll();
+        if (document.getElementById("slowest-body").checkVisibility() && this.polls % 3 === 0) await receipts.poll();
+        if (this.polls++ % 3 === 1) await drift.poll();
       }
     } catch {
       this.status("bad", "not reachable");
@@ -187,6 +191,18 @@ const board = {
     document.getElementById("plan-body").replaceChildren(...(plan ? planned(plan) : [make("p", "hint", "A script is served: nothing was planned.")]));
   },
 };
+
+/** What is given up, and how well step times are known; empty where the plan has neither. */
+function overload(ladder, times) {
+  const parts = [];
+  if (ladder && ladder.level) {
+    parts.push(`overload: rung ${ladder.level} of ${ladder.most}, ${ladder.gives_up}${ladder.refused ? `, ${digits(ladder.refused)} refused` : ""}`);
+  } else if (ladder && ladder.changes) {
+    parts.push(`nothing given up now${ladder.refused ? `, ${digits(ladder.refused)} were refused` : ""}`);
+  }
+  if (times && times.error_p50 !== null) parts.push(`step times known to ${showShare(times.error_p50)}`);
+  return parts.join(" · ");
+}
 
 function spelledTime(seconds) {
   const s = Math.floor(seconds);

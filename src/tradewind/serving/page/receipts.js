@@ -9,13 +9,14 @@ const PARTS = {
   queue_slot: ["all slots were in use", "wait"], queue_pages: ["no KV pages were free", "wait"],
   queue_tokens: ["others’ prompts filled the steps", "wait"], queue_step: ["waited for the next step", "wait"],
   prefill: ["its own prompt", "own"], recompute: ["computed again after an eviction", "wait"], others_prefill: ["others’ prompts in its steps", "others"],
-  decode: ["its own answer", "own"], others_decode: ["others’ answers in its steps", "others"], draft: ["wrong guesses", "engine"],
+  decode: ["its own answer", "own"], others_decode: ["others’ answers in its steps", "others"],
+  grammar_masks: ["masks of its grammar", "wait"], others_grammar: ["masks of others’ grammars", "others"], draft: ["guesses made, and wrong ones", "engine"],
   engine: ["the engine, between steps", "engine"], stall: ["steps that took too long", "engine"], preempted: ["evicted, waited to go on", "wait"],
   delivery: ["on the way to the front", "front"], detokenise: ["tokens became text", "front"], socket: ["the client took nothing", "front"],
 };
 const CAUSES = {
   kv_pages: "KV pages full", slots: "slots full", neighbour: "others’ prompts", batch: "others’ answers", cold_prefix: "cold prefix", long_prompt: "long prompt",
-  answer: "its own answer", grammar: "grammar", shared_prefix: "shared prefix", drafts: "wrong guesses", client: "slow client", front: "HTTP front",
+  answer: "its own answer", grammar: "grammar", others_grammar: "others’ grammars", shared_prefix: "shared prefix", drafts: "wrong guesses", client: "slow client", front: "HTTP front",
   engine: "engine", device_stall: "device stall",
 };
 const LEGEND = { own: "its own work", others: "others’ work", wait: "waiting", engine: "engine", front: "front and client" };

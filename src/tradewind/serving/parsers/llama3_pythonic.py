@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import ClassVar
 
 from tradewind.serving.parsers.json_reader import MAX_NAME, json_text
 from tradewind.serving.parsers.machine import Machine, skip
@@ -26,7 +27,7 @@ _OPENS, _SHUTS = "([{", ")]}"
 class Llama3PythonicParser(Machine):
     """A list of Python calls in, JSON out."""
 
-    openers = (BEGIN,)
+    openers: ClassVar[tuple[str, ...]] = (BEGIN,)
     bare = "["
 
     _name = ""
@@ -71,7 +72,7 @@ class Llama3PythonicParser(Machine):
     def _named(self) -> bool:
         """State: a call's name must follow."""
         if self._skip_space() and self._calls and self._buffer[self._at] == "]":  # a comma too many
-            self._state = self._between
+            self._state = self._between_calls
             return True
         name = self._word(_NAME, "(")
         if name is None:
@@ -93,7 +94,7 @@ class Llama3PythonicParser(Machine):
             self._argue("}" if self._arguments_said else "{}")
             self._end(complete=True)
             self._suspect(1, consumed=0)
-            self._state = self._between
+            self._state = self._between_calls
             return True
         key = self._word(_KEY, "=")
         if key is None:
@@ -140,7 +141,7 @@ class Llama3PythonicParser(Machine):
         self._state = self._keyed
         return True
 
-    def _between(self) -> bool:
+    def _between_calls(self) -> bool:
         """State: behind a call."""
         if not self._skip_space():
             return False
@@ -153,10 +154,10 @@ class Llama3PythonicParser(Machine):
         else:
             self._raw.clear()
             self._back = 0
-            self._state = self._closes
+            self._state = self._list_closes
         return True
 
-    def _closes(self) -> bool:
+    def _list_closes(self) -> bool:
         """State: the closing marker may follow."""
         if self._comes(END, after_space=True) is None:
             return False

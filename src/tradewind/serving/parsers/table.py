@@ -18,8 +18,10 @@ from tradewind.serving.parsers import (
     hermes,
     llama3_json,
     llama3_pythonic,
+    llama4,
     mistral,
     qwen3_coder,
+    tool_call_lists,
 )
 from tradewind.serving.parsers.parser import Circumstances, GrammarHint, OutputParser, ReasoningMarkers
 from tradewind.serving.parsers.plain import PlainParser
@@ -55,6 +57,13 @@ PARSERS: dict[str, Format] = {
         wants_special_tokens=True,
         markers=deepseek.HINT_V31.tokens,
     ),
+    "granite": Format(
+        make=tool_call_lists.GraniteParser,
+        summary="Granite 3: <|tool_call|>[JSON list]",
+        grammar_hint=tool_call_lists.GRANITE_HINT,
+        wants_special_tokens=True,
+        markers=tool_call_lists.GRANITE_HINT.tokens,
+    ),
     "harmony": Format(
         make=harmony.HarmonyParser,
         summary="gpt-oss: channels for reasoning, calls and content",
@@ -83,8 +92,15 @@ PARSERS: dict[str, Format] = {
     ),
     "llama3_pythonic": Format(
         make=llama3_pythonic.Llama3PythonicParser,
-        summary="Llama 3.2 and 4: [f(a=1), g()]",
+        summary="Llama 3.2, and 4 where the prompt asks for it: [f(a=1), g()]",
         grammar_hint=llama3_pythonic.HINT,
+        wants_special_tokens=True,
+        markers=(llama3_pythonic.BEGIN, llama3_pythonic.END),
+    ),
+    "llama4": Format(
+        make=llama4.Llama4Parser,
+        summary='Llama 4: {"name": ..., "parameters": ...} or [f(a=1), g()], also behind <|python_start|>',
+        grammar_hint=llama4.HINT,
         wants_special_tokens=True,
         markers=(llama3_pythonic.BEGIN, llama3_pythonic.END),
     ),
@@ -101,6 +117,13 @@ PARSERS: dict[str, Format] = {
         grammar_hint=mistral.HINT_V11,
         wants_special_tokens=True,
         markers=mistral.HINT_V11.tokens,
+    ),
+    "phi4_mini": Format(
+        make=tool_call_lists.PhiParser,
+        summary="Phi 4 mini: <|tool_call|>[JSON list]<|/tool_call|> or functools[JSON list]",
+        grammar_hint=tool_call_lists.PHI_HINT,
+        wants_special_tokens=True,
+        markers=tool_call_lists.PHI_HINT.tokens,
     ),
     "plain": Format(make=PlainParser, summary="no calls, only content and reasoning", grammar_hint=None),
     "qwen3_coder": Format(
@@ -195,6 +218,9 @@ _TEMPLATE_SIGNS = (
     _Sign((deepseek.CALL_BEGIN,), "deepseek_v31"),
     _Sign((mistral.BEGIN, mistral.ARGUMENTS), "mistral_v11"),
     _Sign((mistral.BEGIN,), "mistral"),
+    _Sign((tool_call_lists.BEGIN,), "granite"),
+    _Sign((tool_call_lists.TOOLS,), "phi4_mini"),
+    _Sign((llama3_pythonic.BEGIN, '"parameters": '), "llama4"),
     _Sign((llama3_pythonic.BEGIN,), "llama3_pythonic"),
     _Sign(("[func_name1(",), "llama3_pythonic"),
     _Sign((llama3_json.TAG,), "llama3_json"),
@@ -207,18 +233,23 @@ _TOKEN_SIGNS = (
     (deepseek.CALL_BEGIN, "deepseek_v3"),
     (mistral.ARGUMENTS, "mistral_v11"),
     (mistral.BEGIN, "mistral"),
-    (llama3_pythonic.BEGIN, "llama3_pythonic"),
+    (tool_call_lists.END, "phi4_mini"),
+    (tool_call_lists.BEGIN, "granite"),
+    (llama3_pythonic.BEGIN, "llama4"),
     (llama3_json.TAG, "llama3_json"),
     (hermes.BEGIN, "hermes"),
 )
 
-# DeepSeek-V2 has no row: its template takes no tools.
+# DeepSeek-V2, Gemma and OLMo have no row: their templates take no tools. Llama has none: which of its formats it is, only a template tells.
 _FAMILIES = {
     "deepseek_v3": "deepseek_v3",
     "gpt_oss": "harmony",
+    "granite": "granite",
+    "llama4": "llama4",
     "mistral": "mistral",
     "mixtral": "mistral",
     "qwen2": "hermes",
+    "qwen2_5_vl": "hermes",
     "qwen2_moe": "hermes",
     "qwen3": "hermes",
     "qwen3_moe": "hermes",

@@ -36,12 +36,19 @@ struct Job {
     const int32_t *query_start, *lengths, *page_table;
     int64_t table_width, rows;
     float scale, softcap;
-    int64_t window;
+    int64_t window;  // 0: none; under 0: not causal
+    bool chunked;    // windows restart at multiples of their size
     const float* sinks;
     float* out;
 
     int64_t group() const { return heads / kv_heads; }
     const int32_t* pages(int64_t row) const { return page_table + row * table_width; }
+    // The first position that a position sees.
+    int64_t sight(int64_t position) const {
+        if (window <= 0) return 0;
+        const int64_t begin = chunked ? position - position % window : position - window + 1;
+        return begin > 0 ? begin : 0;
+    }
 };
 
 // Whether two rows have the same pages wherever a part looks.
@@ -99,12 +106,12 @@ struct Phases {
 #include "each_level.h"
 
 // q, k, v, format, page tokens, G, H, D, query_start, lengths, page_table, its width, rows, scale, window (0: none, -1: not causal, every
-// token sees all keys of its row), softcap (0: none),
-// sinks (0: none), out, scratch for parts, its bytes
-TW_OP(attention, 20) {
+// token sees all keys of its row), whether windows restart at multiples of their size, softcap (0: none), sinks (0: none), out, scratch for
+// parts, its bytes
+TW_OP(attention, 21) {
     using namespace tw;
     Job job{ptr<float>(a[0]), a[1].p, a[2].p, a[3].i, a[4].i, a[5].i, a[6].i, a[7].i, ptr<int32_t>(a[8]), ptr<int32_t>(a[9]),
-            ptr<int32_t>(a[10]), a[11].i, live(a[12]), (float)a[13].f, (float)a[15].f, a[14].i, ptr<float>(a[16]), ptr<float>(a[17])};
+            ptr<int32_t>(a[10]), a[11].i, live(a[12]), (float)a[13].f, (float)a[16].f, a[14].i, a[15].i != 0, ptr<float>(a[17]), ptr<float>(a[18])};
     if (job.rows == 0) return;
     const int64_t tokens = job.query_start[job.rows] - job.query_start[0];
     Tile* tiles = static_cast<Tile*>(t.scratch((tokens + 1) * sizeof(Tile), Thread::MORE));
@@ -124,8 +131,8 @@ TW_OP(attention, 20) {
         for (int64_t i = 0; i < count; ++i)
             if (tiles[i].tokens * job.group() > lines) lines = tiles[i].tokens * job.group();
         const int64_t stride = lines * (job.dim + 2);
-        if (parts > 1 && items * parts * stride * (int64_t)sizeof(float) <= a[19].i) {
-            float* results = ptr<float>(a[18]);
+        if (parts > 1 && items * parts * stride * (int64_t)sizeof(float) <= a[20].i) {
+            float* results = ptr<float>(a[19]);
             t.chunks(items * parts, [&](int64_t item) {
                 const int64_t which = item / parts;
                 phases.part(job, tiles[which % count], which / count, item % parts, results + item * stride, t);
@@ -143,8 +150,8 @@ TW_OP(attention, 20) {
         Upcoming upcoming{};
         if (const int64_t then = item + t.count; then < items) {
             const int64_t row = tile_of(then).row, last = job.lengths[row] - 1;
-            const int64_t seen = job.window > 0 ? job.window + job.query_start[row + 1] - tile_of(then).token - 1 : last;
-            upcoming = {job.pages(row), then / count, last > seen ? (last - seen) / BLOCK * BLOCK : 0, last};
+            const int64_t first = job.sight(last + 1 - job.query_start[row + 1] + tile_of(then).token);
+            upcoming = {job.pages(row), then / count, first / BLOCK * BLOCK, last};
         }
         phases.whole(job, tile_of(item), item / count, upcoming, t);
     });
@@ -316,7 +323,7 @@ struct Work {
             const int64_t row = tile.row + (tile.rows > 1 ? token : 0);
             const int64_t own = job.lengths[row] - job.query_start[row + 1] + tile.token + token;
             const int64_t end = job.window < 0 ? job.lengths[row] - 1 : own;
-            const int64_t begin = job.window > 0 ? greater(0, end - job.window + 1) : 0;
+            const int64_t begin = job.sight(end);
             for (int64_t line = token * group; line < (token + 1) * group; ++line) first[line] = begin, last[line] = end;
         }
     }

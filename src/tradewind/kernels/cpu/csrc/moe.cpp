@@ -8,7 +8,7 @@
 //
 //     order     pairs of expert 0 | pairs of expert 3 | ...      experts without a pair are not there: their weights are not read
 //     x         the pairs' rows, prepared for the matmul         [pairs, E]
-//     inner     activation(gate) * up                            [pairs, F]
+//     inner     activation(gate) * up                            [pairs, F]; the weight comes into both where it is the input's
 //     out[t]    += weight * down, expert by expert upwards: one fixed order for a token, whatever its neighbours
 //
 // Work is cut into groups of strips (columns of the result), never by expert, so that a hot expert costs every thread the same.
@@ -88,7 +88,9 @@ struct Call {
     const Packed* const* gate_up;
     const Packed* const* down;
     const float *gate_up_bias, *down_bias;
-    int64_t activation, terms;
+    int64_t activation;
+    bool weigh_input;  // weights are factors on what gate and up make of x, and not on the answers
+    int64_t terms;
     float* out;
     uint8_t* scratch;
 };
@@ -200,7 +202,10 @@ void run_experts(const Call& c, Thread& t) {
         const Packed& p = *c.gate_up[expert];
         const float* bias = c.gate_up_bias ? c.gate_up_bias + expert * 2 * inner : nullptr;
         group_sums(rows, p, wide, item / active, to.x, to.start[which], to.start[which + 1],
-                   [&](int64_t strip, int64_t row, int count, const float* acc) {
+                   [&](int64_t strip, int64_t row, int count, float* acc) {
+                       if (c.weigh_input)
+                           for (int m = 0; m < count; ++m)
+                               for (int64_t r = 0; r < STRIP; ++r) acc[m * STRIP + r] *= c.weights[to.order[row + m]];
                        const int64_t column = strip * 16;
                        const int live = int(std::min<int64_t>(16, inner - column));
                        Store store{to.inner + row * inner + column, inner, {nullptr, nullptr}, {live, live}, c.activation};
@@ -230,7 +235,7 @@ void run_experts(const Call& c, Thread& t) {
                                const int64_t column = strip * STRIP, live = std::min<int64_t>(STRIP, outputs - column);
                                for (int m = 0; m < count; ++m) {
                                    const int32_t pair = to.order[row + m];
-                                   const float weight = c.weights[pair];
+                                   const float weight = c.weigh_input ? 1.f : c.weights[pair];
                                    float* out = c.out + pair / c.chosen * outputs + column;
                                    if (bias)
                                        for (int64_t r = 0; r < live; ++r) out[r] += weight * (acc[m * STRIP + r] + bias[column + r]);
@@ -253,11 +258,12 @@ TW_OP(route, 13) {
         route_token(ptr<float>(a[0]) + i * r.experts, ptr<float>(a[2]), r, ptr<int32_t>(a[3]) + i * r.top_k, ptr<float>(a[4]) + i * r.top_k);
 }
 
-// x, ids, weights, experts of a token, experts, gate_up and down (addresses by expert), their biases or null, activation, out, scratch,
-// terms, count
-TW_OP(experts, 14) {
-    run_experts({ptr<float>(a[0]), live(a[13]), a[3].i, a[4].i, ptr<int32_t>(a[1]), ptr<float>(a[2]), ptr<const Packed*>(a[5]),
-                 ptr<const Packed*>(a[6]), ptr<float>(a[7]), ptr<float>(a[8]), a[9].i, a[12].i, ptr<float>(a[10]), ptr<uint8_t>(a[11])},
+// x, ids, weights, experts of a token, experts, gate_up and down (addresses by expert), their biases or null, activation, whether the input
+// is weighed, out, scratch, terms, count
+TW_OP(experts, 15) {
+    run_experts({ptr<float>(a[0]), live(a[14]), a[3].i, a[4].i, ptr<int32_t>(a[1]), ptr<float>(a[2]), ptr<const Packed*>(a[5]),
+                 ptr<const Packed*>(a[6]), ptr<float>(a[7]), ptr<float>(a[8]), a[9].i, a[10].i != 0, a[13].i, ptr<float>(a[11]),
+                 ptr<uint8_t>(a[12])},
                 t);
 }
 

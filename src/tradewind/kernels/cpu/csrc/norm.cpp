@@ -1,4 +1,4 @@
-// Adding to the residual stream, RMS norm, scaling, soft caps, gathering rows. Rows are independent; a row's sum of squares has one fixed order.
+// Adding to the residual stream, RMS norm, scaling (by position too), soft caps, gathering rows. Rows are independent; a row's sum of squares has one fixed order.
 #ifndef TW_LEVEL
 #define TW_SOURCE "norm.cpp"
 #include "each_level.h"
@@ -41,6 +41,17 @@ TW_OP(scale, 4) {
     auto piece = TW_PICK(t, scale_piece);
     tw::Thread::Range part = t.share(tw::live(a[3]) * a[1].i, 16);
     piece(tw::ptr<float>(a[0]) + part.begin, part.end - part.begin, (float)a[2].f);
+}
+
+// x, columns, positions, every, slope, count
+TW_OP(temper, 6) {
+    auto piece = TW_PICK(t, scale_piece);
+    const int64_t columns = a[1].i;
+    tw::Thread::Range part = t.share(tw::live(a[5]));
+    for (int64_t i = part.begin; i < part.end; ++i) {
+        const int64_t steps = (tw::ptr<int32_t>(a[2])[i] + int64_t(1)) / a[3].i;
+        if (steps > 0) piece(tw::ptr<float>(a[0]) + i * columns, columns, float(1 + a[4].f * std::log1p(double(steps))));
+    }
 }
 
 // x, columns, cap, count
