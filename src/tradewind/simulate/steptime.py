@@ -42,6 +42,8 @@ PULL, SMOOTH = 1e-3, 0.02
 the curve (both relative to the roofline). So beyond what was measured the curve goes on as its last measured part did."""
 QUANTILES = 41
 """Points of the distribution of measured to predicted time."""
+APART = 20
+"""From so many held-out steps with prompts, and without, each kind has a distribution of its own."""
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.7
 """Parts of the measured peaks that whole steps reach where nothing was fitted."""
 FLOOR = 0.1
@@ -101,7 +103,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     ratios: tuple[float, ...] = (1.0,)
     """Quantiles, evenly spaced from 0 to 1, of measured / predicted on the held-out steps: what a model of means cannot say."""
     prompt_ratios: tuple[float, ...] = ()
-    """The same of the steps with prompts alone, which are longer and scatter less; empty where they were too few."""
+    """The same of the steps with prompts alone, which are longer and scatter less; `ratios` are then of those without. Empty where either
+    were too few: then `ratios` are of all."""
 
     def device_s(self, step: Features) -> float:
         """Time the device needs for a step."""
@@ -281,13 +284,16 @@ def _fit_checked(columns: Reals, seconds: Reals, prior: StepTime) -> tuple[StepT
 def _stated(predicted: Reals, measured: Reals, *, prompts: npt.NDArray[np.bool_] | None = None) -> dict[str, object]:
     """The fields of StepTime that say how far predictions were off on steps that the fit had not seen. `prompts`: which of them had any."""
     off = np.abs(predicted - measured) / measured
-    few = prompts is None or prompts.sum() < 2 * QUANTILES
+    # Each kind by itself, where there are enough: the fit cares less for outliers than clocks do, and what it leaves out of short steps
+    # the sum of the long ones would hide.
+    some = np.zeros(len(off), np.bool_) if prompts is None else prompts
+    apart = min(some.sum(), (~some).sum()) >= APART
     return {
         "held_out": len(off),
         "error_median": float(np.median(off)),
         "error_p90": float(np.quantile(off, 0.9)),
-        "ratios": _ratios(predicted, measured),
-        "prompt_ratios": () if few else _ratios(predicted[prompts], measured[prompts]),
+        "ratios": _ratios(predicted[~some], measured[~some]) if apart else _ratios(predicted, measured),
+        "prompt_ratios": _ratios(predicted[some], measured[some]) if apart else (),
     }
 
 
