@@ -414,7 +414,8 @@ TECHNIQUES: dict[str, Technique] = {
         off={"policy": "arrival"},
         metric="part of the requests of each class that meet their targets",
         test="tests/host/test_policies.py::test_more_targets_are_met_than_in_order_of_arrival",
-        effect=f"{SIMULATED}: chat in time against arrival 99 / 67 %, 94 / 16 %, 79 / 1 %; tokens/s 169 / 169, 213 / 218, 216 / 222",
+        effect="measured, SmolLM2 on two cores at 0.8 of its capacity: chat in time against arrival 97.9 / 81.0 % (6 of 6 rounds); "
+        f"{SIMULATED}: 99 / 67 %, 94 / 16 %, 79 / 1 %; tokens/s 169 / 169, 213 / 218, 216 / 222",
     ),
     "small_pass_big": Technique(
         layer="schedule",
