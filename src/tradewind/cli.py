@@ -23,22 +23,21 @@ from tradewind import (
     cli_explain,
     cli_plan_goals,
     cli_replay,
+    cli_serve,
     cli_simulate,
     cli_whatif,
 )
+from tradewind.cli_goals import DEFAULT_MODEL, add_model, goals_of, model_of, nothing_beside, whole
 from tradewind.contract.errors import EngineDeadError, UserError
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from tradewind.config.goals import Goals
     from tradewind.contract.request import SamplingParams
     from tradewind.llm import LLM
     from tradewind.serving.answer import Delta
 
-DEFAULT_MODEL = "smollm2"
 DEFAULT_MAX_TOKENS = 512
-SCENARIOS = ("balanced", "latency", "throughput", "memory")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--quiet", action="store_true", help="nothing but the answer: no progress, notices and timing line"
     )
-    _add_model(generate)
+    add_model(generate)
     _add_adapter(generate)
     _add_sampling(generate)
     generate.add_argument("--n", type=int, default=1, metavar="N", help="answers per prompt")
@@ -188,30 +187,29 @@ def _parser() -> argparse.ArgumentParser:
 
     chat = command("chat", _chat, "Talk to a model. /reset forgets the conversation, /exit ends it.")
     chat.add_argument("--system", metavar="TEXT", help="system message")
-    _add_model(chat)
+    add_model(chat)
     _add_adapter(chat)
     _add_sampling(chat)
 
     embed = command("embed", _embed, "Print the embedding of each text, a JSON array a line.", arguments=" [TEXT ...]")
     embed.add_argument("prompts", nargs="*", metavar="TEXT", help="read from standard input when none is given")
     embed.add_argument("--pooling", choices=["last", "mean", "cls"], help="default: what the model was made for")
-    embed.add_argument("--dimensions", type=_whole, metavar="N", help="only the first N values, normalised again")
+    embed.add_argument("--dimensions", type=whole, metavar="N", help="only the first N values, normalised again")
     embed.add_argument("--no-normalise", action="store_true", help="vectors as long as they come")
     embed.add_argument("--quiet", action="store_true", help="nothing but the vectors: no progress and notices")
-    _add_model(embed)
+    add_model(embed)
 
     text = "Print what would be chosen for a model, the memory ledger and every reason; loads no weights."
     plan = command("plan", _plan, text, arguments=" [MODEL]")
     plan.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")
     cli_plan_goals.add_arguments(plan)
-    _add_model(plan)
+    add_model(plan)
 
-    serve = command("serve", _serve, "Serve over HTTP, as the OpenAI API does.", arguments=" [MODEL]")
+    serve = command("serve", cli_serve.run, "Serve over HTTP, as the OpenAI API does.", arguments=" [MODEL]")
     serve.add_argument("model_name", nargs="?", metavar="MODEL", help=f"as --model (default {DEFAULT_MODEL})")
-    _add_serve(serve)
-    _add_adapters(serve)
-    _add_model(serve)
+    cli_serve.add_arguments(serve)
+    add_model(serve)
 
     techniques = command(
         "techniques", _techniques, "List every optimisation with its switch, price and last measured effect."
@@ -228,59 +226,14 @@ def _parser() -> argparse.ArgumentParser:
         "--workloads", metavar="NAMES", default="L1,L2,L3,L4,chat", help="comma-separated (default %(default)s)"
     )
     offline.add_argument(
-        "--repeats", type=_whole, default=3, metavar="N", help="counted runs of each workload (default 3)"
+        "--repeats", type=whole, default=3, metavar="N", help="counted runs of each workload (default 3)"
     )
     offline.add_argument("--out", metavar="FILE", help="write the report as JSON; a plot goes beside it as PNG")
-    _add_model(offline)
+    add_model(offline)
     cli_bench_serve.add_parser(measures)
     for module in MODULES:
         module.add_parser(commands)
     return parser
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    goals = parser.add_argument_group("goals")
-    goals.add_argument("--model", help=f"local folder, .gguf file, packaged name or Hub id (default {DEFAULT_MODEL})")
-    goals.add_argument(
-        "--scenario", choices=SCENARIOS, default="balanced", help="what matters most (default %(default)s)"
-    )
-    goals.add_argument("--memory-limit", metavar="SIZE", help="ceiling for everything, e.g. 2GiB")
-    goals.add_argument("--max-context", type=_whole, metavar="TOKENS", help="prompt and answer together")
-    means = parser.add_argument_group("means (chosen for you, with reasons, unless pinned here)")
-    means.add_argument(
-        "--backend", choices=["cpu", "cuda", "plain"], help="the C++ ops, Triton on a GPU, or torch (slow, any machine)"
-    )
-    means.add_argument("--compute", choices=["f32", "bf16", "int16", "int8"], help="how matmuls are computed")
-    means.add_argument(
-        "--quantization",
-        choices=["none", "int8", "int4", "fp8"],
-        help="quantise weights at load: int8 and int4 on a CPU, fp8 on a GPU",
-    )
-    means.add_argument(
-        "--kv-format", "--kv-dtype", choices=["f32", "f16", "bf16", "fp8"], help="how keys and values are kept"
-    )
-    means.add_argument(
-        "--load-format", choices=["auto", "dummy"], help="dummy: random weights, for measuring; answers are noise"
-    )
-    means.add_argument("--page-tokens", type=_whole, metavar="N", help="tokens of a page of keys and values")
-    means.add_argument("--max-tokens-per-step", type=_whole, metavar="N", help="longer prompts are computed in chunks")
-    means.add_argument("--max-running", type=_whole, metavar="N", help="requests that run at once")
-    means.add_argument("--policy", choices=["arrival", "fair", "length", "priority", "slo"], help="who is served first")
-    means.add_argument(
-        "--degrade",
-        choices=["full", "lossless", "off"],
-        help="given up under overload for the highest class: nothing; no answer changes; also refuse and shorten",
-    )
-    means.add_argument("--threads", type=_whole, metavar="N", help="threads that compute")
-    for name, text in (
-        ("fit-steps", "fit step times to the steps that run; pacing (--policy slo) then goes by them"),
-        ("prefix-cache", "reuse the KV of shared prefixes"),
-        ("overlap", "decide the next step while this one runs"),
-        ("tape", "record a step's ops once and replay them in one call (CPU)"),
-        ("graphs", "replay steps as CUDA graphs (GPU); off is for debugging"),
-        ("deterministic", "the same answer alone and in any batch; on a GPU slower"),
-    ):
-        means.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
@@ -292,7 +245,7 @@ def _add_adapter(parser: argparse.ArgumentParser) -> None:
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
-        "--max-tokens", type=_whole, metavar="N", help=f"default {DEFAULT_MAX_TOKENS}, or what the context leaves"
+        "--max-tokens", type=whole, metavar="N", help=f"default {DEFAULT_MAX_TOKENS}, or what the context leaves"
     )
     group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before so many tokens")
     group.add_argument(
@@ -315,189 +268,6 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of text")
-
-
-def _add_serve(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("serving")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default %(default)s; 0.0.0.0 is every one)"
-    )
-    group.add_argument("--port", type=int, default=8000, help="default %(default)s; 0 takes one that is free")
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for this key; repeatable")
-    group.add_argument("--api-key-file", action="append", default=[], metavar="FILE", help="more keys, one a line")
-    group.add_argument(
-        "--served-name", action="append", default=[], metavar="NAME", help="what clients call the model; repeatable"
-    )
-    group.add_argument(
-        "--max-queue",
-        type=_whole,
-        default=256,
-        metavar="N",
-        help="waiting sequences; more are refused (default %(default)s)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="SIGTERM: time to finish open answers (default 30)",
-    )
-    group.add_argument(
-        "--stall-timeout", type=_seconds, default=30.0, metavar="S", help="longest time without a step (default 30)"
-    )
-    group.add_argument("--restart-engine", action="store_true", help="when the engine dies start a new one, do not end")
-    group.add_argument(
-        "--allow-sleep", action="store_true", help="obey POST /sleep: nobody is served until POST /wake_up"
-    )
-    group.add_argument(
-        "--allow-image-links",
-        action="store_true",
-        help="fetch images that are sent as http(s) links, from public hosts",
-    )
-    group.add_argument(
-        "--ignore-unknown-fields", action="store_true", help="warn about unknown fields in a header, do not refuse"
-    )
-    group.add_argument(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="let pages of this origin ask; repeatable"
-    )
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
-    group.add_argument(
-        "--tool-format", metavar="NAME", help="how the model writes tool calls (default: as its template says)"
-    )
-    group.add_argument(
-        "--reasoning", metavar="NAME", help="how the model marks its reasoning (default: as its template says)"
-    )
-    group.add_argument(
-        "--log-level", choices=["debug", "info", "warning", "error"], default="info", help="default info"
-    )
-    group.add_argument(
-        "--log-json",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="one JSON object a line (default: unless standard error is a terminal)",
-    )
-    group.add_argument("--log-requests", action="store_true", help="a line for each finished request")
-    group.add_argument("--otlp-endpoint", metavar="URL", help="send OpenTelemetry spans there")
-    group.add_argument(
-        "--record", metavar="DIR", help="write a journal of the traffic there: lengths and structure, no text"
-    )
-    group.add_argument(
-        "--step-times",
-        metavar="FILE",
-        help="begin with the step times in it, where there are any, and keep what is fitted; for simulate --times, too",
-    )
-    group.add_argument("--record-raw", action="store_true", help="with --record: the tokens too")
-    group.add_argument(
-        "--on-drift",
-        choices=["off", "tell", "propose", "apply"],
-        default="tell",
-        help="when traffic leaves what the plan was made for: tell, propose another plan, or change to it (default tell)",
-    )
-    group.add_argument(
-        "--usual-traffic",
-        metavar="FILE|N",
-        help="what the plan was made for: a trace, or so many of the first requests (default 1000)",
-    )
-    group.add_argument(
-        "--script", metavar="FILE", help="answers from this file instead of a model's; see docs/scripted.md"
-    )
-
-
-def _add_adapters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("adapters (LoRA, as PEFT writes them)")
-    group.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        type=_named_folder,
-        metavar="NAME=DIR",
-        help="an adapter of the model, which clients ask for by its name as 'model'; repeatable",
-    )
-    group.add_argument(
-        "--adapter-folder", metavar="DIR", help="let clients load and unload adapters that lie in this folder"
-    )
-    group.add_argument(
-        "--adapter-slots",
-        type=_whole,
-        metavar="N",
-        help="adapters that run at once (default: all that are given; 8 with --adapter-folder)",
-    )
-    group.add_argument(
-        "--adapter-rank", type=_whole, metavar="R", help="largest rank of an adapter (default: of those given, or 16)"
-    )
-
-
-def _named_folder(text: str) -> tuple[str, str]:
-    """argparse type: NAME=DIR."""
-    name, equals, folder = text.partition("=")
-    if not (name.strip() and equals and folder):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name and a folder; give NAME=DIR")
-    return name.strip(), folder
-
-
-def _seconds(text: str) -> float:
-    """argparse type: a time over 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not a time; give seconds over 0")
-    return value
-
-
-def _whole(text: str) -> int:
-    """argparse type: a whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is too small; at least 1")
-    return value
-
-
-def _nothing_beside(arguments: argparse.Namespace) -> None:
-    """Raises UserError when goals or means are stated beside a file of goals."""
-    beside = argparse.ArgumentParser(add_help=False)
-    _add_model(beside)
-    stated = [name for name, value in vars(beside.parse_args([])).items() if getattr(arguments, name) != value]
-    if stated:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in stated)
-        raise UserError(
-            f"{options} and the file of goals {arguments.model_name} state the same things; write them into the file"
-        )
-
-
-def _goals(arguments: argparse.Namespace) -> Goals:
-    from tradewind.config.goals import Goals, Means
-    from tradewind.config.sizes import parse_bytes
-
-    return Goals(
-        model=DEFAULT_MODEL if arguments.model is None else arguments.model,
-        scenario=arguments.scenario,
-        memory_limit_bytes=None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit),
-        max_context=arguments.max_context,
-        means=Means(
-            backend=arguments.backend,
-            compute=arguments.compute,
-            quantization=arguments.quantization,
-            kv_format=arguments.kv_format,
-            page_tokens=arguments.page_tokens,
-            max_tokens_per_step=arguments.max_tokens_per_step,
-            max_running=arguments.max_running,
-            policy=arguments.policy,
-            degrade=arguments.degrade,
-            fit_steps=arguments.fit_steps,
-            threads=arguments.threads,
-            prefix_cache=arguments.prefix_cache,
-            overlap=arguments.overlap,
-            tape=arguments.tape,
-            graphs=arguments.graphs,
-            deterministic=arguments.deterministic,
-            load_format=arguments.load_format,
-        ),
-    )
 
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:
@@ -530,7 +300,7 @@ def _open(arguments: argparse.Namespace, *, quiet: bool = False) -> LLM:
 
     phases = Phases(began_s=process_began_s() if arguments.is_process else None)
     with phases("python"):
-        goals = _goals(arguments)
+        goals = goals_of(arguments)
     with _no_ctrl_c_lost():
         from tradewind.llm import LLM
 
@@ -757,76 +527,18 @@ def _plan(arguments: argparse.Namespace) -> int:
     from tradewind.weights.fetch import RichProgress
 
     if cli_plan_goals.is_goals_file(arguments.model_name):
-        _nothing_beside(arguments)
+        nothing_beside(arguments)
         return cli_plan_goals.run(arguments, Path(arguments.model_name))
     for option in ("trace", "times", "out"):
         if getattr(arguments, option) is not None:
             raise UserError(f"--{option} goes with a file of goals: tradewind plan GOALS.toml --{option} …")
-    if arguments.model_name is not None:
-        if arguments.model not in (None, arguments.model_name):
-            raise UserError(f"two models are named, {arguments.model_name!r} and {arguments.model!r}; give one")
-        arguments.model = arguments.model_name
-    plan = make_plan(_goals(arguments), progress=RichProgress()).plan
+    arguments.model = model_of(arguments)
+    plan = make_plan(goals_of(arguments), progress=RichProgress()).plan
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
     else:
         _print_rich(plan_text(plan))
     return 0
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from tradewind.phases import process_began_s
-
-    began_s = process_began_s() if arguments.is_process else None
-    stated = None
-    if cli_plan_goals.is_goals_file(arguments.model_name):
-        from tradewind.config.goals_file import read_goals
-
-        _nothing_beside(arguments)
-        stated = read_goals(Path(arguments.model_name))
-    elif arguments.model_name is not None:
-        if arguments.model not in (None, arguments.model_name):
-            raise UserError(f"two models are named, {arguments.model_name!r} and {arguments.model!r}; give one")
-        arguments.model = arguments.model_name
-    if not 0 <= arguments.port <= 65535:
-        raise UserError(f"there is no port {arguments.port}; ports are 0 to 65535")
-    from tradewind.serve import ServeOptions, read_keys, serve
-
-    options = ServeOptions(
-        goals=_goals(arguments) if stated is None else stated,
-        script=None if arguments.script is None else Path(arguments.script),
-        host=arguments.host,
-        port=arguments.port,
-        api_keys=(*arguments.api_key, *(key for file in arguments.api_key_file for key in read_keys(Path(file)))),
-        served_names=tuple(arguments.served_name),
-        max_queue=arguments.max_queue,
-        drain_timeout_s=arguments.drain_timeout,
-        stall_timeout_s=arguments.stall_timeout,
-        restart_engine=arguments.restart_engine,
-        allow_sleep=arguments.allow_sleep,
-        allow_image_links=arguments.allow_image_links,
-        ignore_unknown_fields=arguments.ignore_unknown_fields,
-        cors_origins=tuple(arguments.cors_origin),
-        chat_template=None if arguments.chat_template is None else Path(arguments.chat_template),
-        tool_format=arguments.tool_format,
-        reasoning=arguments.reasoning,
-        log_level=arguments.log_level,
-        log_json=arguments.log_json,
-        log_requests=arguments.log_requests,
-        otlp_endpoint=arguments.otlp_endpoint,
-        record=None if arguments.record is None else Path(arguments.record),
-        record_raw=arguments.record_raw,
-        step_times=None if arguments.step_times is None else Path(arguments.step_times),
-        on_drift=arguments.on_drift,
-        usual_traffic=arguments.usual_traffic,
-        adapters=tuple((name, Path(folder)) for name, folder in arguments.adapter),
-        adapter_slots=arguments.adapter_slots,
-        adapter_rank=arguments.adapter_rank,
-        adapter_folder=None if arguments.adapter_folder is None else Path(arguments.adapter_folder),
-    )
-    return serve(options, began_s=began_s)
 
 
 def _techniques(arguments: argparse.Namespace) -> int:

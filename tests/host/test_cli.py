@@ -129,11 +129,11 @@ def test_prompts_may_stand_between_options() -> None:
 
 def test_means_of_a_gpu_are_pinned_by_their_options() -> None:
     words = "plan x --backend cuda --quantization fp8 --kv-dtype fp8 --deterministic --load-format dummy --no-graphs"
-    means = cli._goals(cli._parse(words.split())).means
+    means = cli.goals_of(cli._parse(words.split())).means
     assert (means.backend, means.quantization, means.kv_format) == ("cuda", "fp8", "fp8")
     assert (means.deterministic, means.load_format, means.graphs) == (True, "dummy", False)
-    assert cli._goals(cli._parse(["plan", "x", "--kv-format", "fp8"])).means.kv_format == "fp8"
-    left = cli._goals(cli._parse(["plan", "x"])).means
+    assert cli.goals_of(cli._parse(["plan", "x", "--kv-format", "fp8"])).means.kv_format == "fp8"
+    left = cli.goals_of(cli._parse(["plan", "x"])).means
     assert all(getattr(left, name) is None for name in left.__struct_fields__)
 
 

@@ -17,7 +17,7 @@ LINT = [sys.executable, "-c", LINT_PROGRAM, "--no-cache"]
 FACES = {"__main__", "assemble", "cli", "engine_process", "llm", "serve", "serve_drift"} | {
     path.stem for path in (ROOT / "src" / "tradewind").glob("cli_*.py")
 }
-"""Top-level modules that know everybody; a cli_ module is one command."""
+"""Top-level modules that know everybody; a cli_ module is one command, or what several share."""
 
 
 def lint(folder: Path, *, source: Path) -> subprocess.CompletedProcess[str]:
