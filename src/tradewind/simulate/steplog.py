@@ -336,10 +336,6 @@ class StepLog:
         if self._file is not None:
             self._file.close()
 
-    def host_time(self) -> HostTime:
-        """Host times fitted to what is kept."""
-        return host_time_of(self.steps)
-
 
 class _Watched:
     """An executor that shows a log what passes through it."""

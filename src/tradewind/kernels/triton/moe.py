@@ -16,7 +16,6 @@ Tiles have the weights as left operand, as in skinny.py. No sum depends on the o
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -508,8 +507,3 @@ def combine_norm(
         CHOSEN=weights.shape[1], BLOCK=block, QUANT=scale is not None, COUNTED=count is not None,
         **launch_options(pdl=pdl, warps=max(1, min(16, block // 512))),
     )  # fmt: skip
-
-
-def expert_dtype(weight: Tensor) -> torch.dtype:
-    """Type of the rows that tiles of these weights take."""
-    return FP8 if weight.dtype == FP8 else torch.bfloat16
