@@ -4,6 +4,9 @@ Rounds of the arms take turns, because a neighbour that disturbs one of them the
 an arm's time against that of the first arm in the same round. Adapters are random, of every matrix they may change.
 
     python benchmarks/adapters.py --model smollm2 --adapters 8 --rank 16 --rows 64 --rounds 9 --out adapters.json
+    python benchmarks/adapters.py --backend cuda --model benchmarks/models/llama-3.1-8b --load-format dummy --out adapters.json
+
+The second is measured in one engine (a GPU holds no second one), in adapters_one_engine.py.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import adapters_one_engine
 import numpy as np
+from adapters_one_engine import modules_of
 from safetensors.numpy import save_file
 
 from tradewind.config.card import ModelCard
@@ -31,21 +36,6 @@ from tradewind.llm import LLM
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """cpu: what this process computed; with one thread it tells two arms apart on a machine that others load, where no wall clock can."""
-
-
-def modules_of(card: ModelCard, targets: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Names of one layer's matrices as a Llama checkpoint has them, with outputs and inputs."""
-    hidden, queries, keys = card.hidden, card.heads * card.head_dim, card.kv_heads * card.head_dim
-    every = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (card.intermediate, hidden),
-        "mlp.up_proj": (card.intermediate, hidden),
-        "mlp.down_proj": (hidden, card.intermediate),
-    }
-    return {name: shape for name, shape in every.items() if not targets or name.rpartition(".")[2] in targets}
 
 
 def write_adapter(folder: Path, card: ModelCard, *, seed: int, rank: int, targets: tuple[str, ...]) -> Path:
@@ -161,15 +151,24 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", default="", help="comma-separated, such as q_proj,v_proj (default: all)")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=40)
+    parser.add_argument("--prompt-tokens", type=int, help="default 8; in one engine 128")
+    parser.add_argument("--tokens", type=int, help="default 40; in one engine 160")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--compute", choices=["f32", "bf16", "int16", "int8"])
     parser.add_argument("--out", type=Path, help="write the result as JSON here")
+    parser.add_argument("--backend", choices=["cuda", "cpu", "plain"], help="measures in one engine")
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"], help="with --backend")
+    parser.add_argument("--quantization", default=None, help="with --backend")
+    parser.add_argument(
+        "--budget-s", type=float, default=85.0, help="with --backend: of everything; rounds are left out for it"
+    )
     options = parser.parse_args()
-    text = json.dumps(measure(options), indent=2)
+    one = options.backend is not None
+    options.prompt_tokens = options.prompt_tokens or (128 if one else 8)
+    options.tokens = options.tokens or (160 if one else 40)
+    text = json.dumps(adapters_one_engine.measure(options) if one else measure(options), indent=2)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")

@@ -1,4 +1,4 @@
-"""Two ways of attention that no GPU has measured, each "off" (what runs now) and "on", with the error of on against off.
+"""Ways of attention in steps of mixed work, each "off" and "on", with the error of on against off.
 
     PYTHONPATH=src python benchmarks/attention_rounds.py --shards 14 --out attention-rounds.json     everything (under 2 minutes on an H200)
     PYTHONPATH=src python benchmarks/attention_rounds.py --only shared                               one group
@@ -7,14 +7,17 @@
     shared    decoding rows with 2,048 keys in common: each for itself, or one pass for all (kernels/triton/shared.py); nothing in common
     fresh     a step with one prompt that goes on, prompts that begin and decoding rows: the paged kernel, or FlashAttention 3 for a part
     grids     the decoding rows of a step with prompts: grids for 16, 64 or 512 rows where 16 or 40 are live
+    lengths   many decoding rows of 192 to 1,280 keys: the constants of the kernel
 
-The same in a whole engine: benchmarks/gpu_suite.py --workloads W4,W5 --way shared_prefix=512 --way partly_fresh=1024 --way mixed_rows=[64].
+In a whole engine: benchmarks/gpu_suite.py --workloads W4,W5, and the same with --way shared_prefix=null --way partly_fresh=null
+--way mixed_rows=[].
 Knows: which candidates are open. Refuses to know: how to time (benchmarks/kernels.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -133,7 +136,7 @@ def shared_candidates(bench: Bench) -> Iterator[Candidate]:
         if not bench.dry:
             wanted = torch.empty_like(made.out)
             made.rest(0, None, form, wanted, scratch)
-        now = table.prefill(model.head_dim, PAGE)
+        now = table.shared_pass(model.head_dim, PAGE)
         if kv == FP8:
             now = replace(now, registers=0)  # as the planner does
 
@@ -164,7 +167,7 @@ def shared_candidates(bench: Bench) -> Iterator[Candidate]:
             return Candidate(Case("shared", op, name, calls, bytes=made.bytes_on, error=error))
 
         tiles = model.kv_heads * -(-rows * packed // now.block_m)
-        best = table.shared_splits(tiles)
+        best = table.shared_splits(tiles, block_m=now.block_m)
         yield both(now, best, form)
         if common == 0:  # what the empty pass costs, and the folding of nothing
             yield both(now, best, form, part="first")
@@ -387,16 +390,75 @@ def grids_candidates(bench: Bench) -> Iterator[Candidate]:
                     )
 
 
+LENGTHS_FORMS = (
+    DecodeConfig(1, 64, 4, 2),
+    DecodeConfig(1, 64, 4, 3),
+    DecodeConfig(1, 64, 4, 4),
+    DecodeConfig(1, 64, 2, 3),
+    DecodeConfig(1, 64, 8, 3),
+    DecodeConfig(1, 32, 2, 3),
+    DecodeConfig(1, 32, 2, 4),
+    DecodeConfig(1, 32, 4, 4),
+    DecodeConfig(1, 128, 4, 3),
+    DecodeConfig(1, 128, 8, 2),
+    DecodeConfig(1, 128, 8, 3),
+    DecodeConfig(2, 64, 4, 3),
+)
+
+
+def lengths_candidates(bench: Bench) -> Iterator[Candidate]:
+    """Decoding rows of one length, and of all lengths up to one: a short row gives a program little to hide its beginning and end."""
+    table = tuned(DEFAULT)
+    for model in (BY_NAME["qwen3-0.6b"], EIGHT):
+        heads, groups, dim = model.heads, model.kv_heads, model.head_dim
+        for count, least, most in (
+            (64, 384, 384), (128, 192, 192), (128, 384, 384), (128, 1024, 1024), (256, 192, 192), (256, 384, 384), (256, 640, 640),
+            (256, 1024, 1024), (256, 64, 1280), (512, 384, 384), (512, 64, 1280),
+        ):  # fmt: skip
+            drawn = torch.linspace(least, most, count).round().int()[torch.randperm(count)]
+            pages = -(-most // PAGE)
+            width = -(-pages // 4) * 4
+            copies = max(
+                1, min(8, (300 << 20) // (4 * int(drawn.sum()) * groups * dim))
+            )  # what comes again is not in the L2
+            total = copies * count * pages + 1
+            tables = bench.zeros(copies, count, width)
+            if not bench.dry:
+                order = torch.randperm(total - 1, device=bench.device).int() + 1
+                tables[:, :, :pages] = order.view(copies, count, pages)
+            k, v = (bench.normal(total, groups, PAGE, dim) for _ in range(2))
+            q, out = bench.normal(count, heads * dim), bench.empty(count, heads * dim)
+            lengths = drawn.to(bench.device)
+            rows = torch.full((1,), count, dtype=torch.int32, device=bench.device)
+            off = table.decode(count, 4096, packed=heads // groups)
+            for form in (off, *(form for form in LENGTHS_FORMS if form != off)):
+                floats = decode.decode_workspace_floats(count, heads=heads, head_dim=dim, splits=form.splits)
+                work, arrived = bench.empty(floats, dtype=F32), bench.zeros(count * groups)
+
+                def run(copy, q=q, k=k, v=v, out=out, form=form, work=work, arrived=arrived, tables=tables, lengths=lengths, rows=rows,
+                        heads=heads, dim=dim):  # fmt: skip
+                    decode.paged_decode(
+                        q, k, v, lengths=lengths, page_table=tables[copy], heads=heads, scale=dim**-0.5, out=out, rows=rows,
+                        config=form, workspace=work, arrived=arrived, pdl=True,
+                    )  # fmt: skip
+
+                runs = [functools.partial(run, copy % copies) for copy in range(max(4, copies))]
+                amount = 2.0 * 2 * float(drawn.sum()) * groups * dim
+                op = f"{model.name} B={count} of {least if least == most else f'{least}-{most}'}"
+                yield Candidate(Case("lengths", op, tag(form), runs, bytes=amount), off=form == off)
+
+
 GROUPS: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
     "fresh": fresh_candidates,
     "grids": grids_candidates,
+    "lengths": lengths_candidates,
     "shared": shared_candidates,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="shared,fresh,grids")
+    parser.add_argument("--only", default="shared,fresh,grids,lengths")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--shards", type=int, default=0)
     parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")

@@ -23,7 +23,6 @@ import json
 import math
 import platform
 import random
-import re
 import sys
 import time
 import traceback
@@ -38,17 +37,17 @@ from typing import Any
 
 import gpu_suite
 import msgspec
+from random_load import GRAMMARS, Mix, crowded, held_after, run_load
 
 from tradewind.assemble import Engine, build_planned, make_plan
 from tradewind.config.goals import Goals, Means
 from tradewind.config.plan import Plan
 from tradewind.contract.errors import UserError
 from tradewind.contract.events import Preempted, TokensOut
-from tradewind.contract.grammar import Grammar
 from tradewind.contract.request import Request, SamplingParams
 from tradewind.contract.step import TokenLogprobs
 from tradewind.engine.columns import spelled_out
-from tradewind.engine.loop import Add, Cancel, Finish, Forget
+from tradewind.engine.loop import Add, Forget
 from tradewind.serving.intake import Intake, Limits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,7 +114,10 @@ def difference(truth: Answer, found: Answer) -> tuple[int, float] | None:
 
 
 def nearness(truths: Sequence[Answer], found: Sequence[Answer]) -> dict[str, Any]:
-    """How near a set of greedy answers is to the true ones: equal ones, the widest gap that was crossed, how far logprobs moved."""
+    """How near a set of greedy answers is to the true ones: equal ones, the widest gap that was crossed, how far logprobs moved.
+
+    "parted" has [answer, place, the truth's gap between its two best tokens there] of each that is not equal.
+    """
     parted = [difference(truth, other) for truth, other in zip(truths, found, strict=True)]
     gaps = [gap for found_gap in parted if found_gap is not None for gap in (found_gap[1],)]
     moved = 0.0
@@ -127,6 +129,7 @@ def nearness(truths: Sequence[Answer], found: Sequence[Answer]) -> dict[str, Any
         "answers": len(parted),
         "equal": sum(where is None for where in parted),
         "widest_gap": max(gaps, default=0.0),
+        "parted": [[number, where[0], round(where[1], 4)] for number, where in enumerate(parted) if where is not None],
         "logprobs_moved": moved,
         "errors": [other.error for other in found if other.error][:3],
     }
@@ -412,179 +415,51 @@ def perplexity(shop: Shop, checks: Checks, arguments: argparse.Namespace) -> Non
         checks.line("perplexity", name, good, f"{value:.4f}, {versus}", perplexity=value, text=mark)
 
 
-JSON_GRAMMAR = (
-    'start: %json {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}, '
-    '"required": ["name", "age"], "additionalProperties": false}'
-)
-WORDS_GRAMMAR = "start: /[a-z]{2,9}( [a-z]{2,9}){0,5}/"
-
-
-@dataclass
-class Mix:
-    """Random requests over a text."""
-
-    intake: Intake
-    text: Sequence[int]
-    draw: random.Random
-    grammars: bool
-
-    def requests(self) -> tuple[Request, ...]:
-        """One request, or the samples of one; lengths and values as mixed as people's."""
-        draw = self.draw
-        length = min(1500, max(1, round(draw.lognormvariate(math.log(80), 1.0))))
-        start = 0 if draw.random() < 0.3 else draw.randrange(len(self.text) - 1600)
-        prompt = list(self.text[start : start + length])
-        new = min(400, max(1, round(draw.lognormvariate(math.log(40), 1.0))))
-        constrained = self.grammars and draw.random() < 0.15
-        vocab = self.intake.limits.vocab_size
-        values: dict[str, Any] = {"max_tokens": new, "ignore_eos": draw.random() < 0.5, "seed": draw.randrange(1 << 63)}
-        values["temperature"] = draw.choice((0.0, 0.0, 0.6, 1.0, 1.6))
-        if draw.random() < 0.3:
-            values["top_k"] = draw.choice((1, 5, 50, 2000))
-        if draw.random() < 0.3:
-            values["top_p"] = draw.uniform(0.05, 1.0)
-        if draw.random() < 0.2:
-            values["min_p"] = draw.uniform(0.0, 0.5)
-        if draw.random() < 0.2:
-            values["repetition_penalty"] = draw.uniform(0.8, 1.6)
-        if draw.random() < 0.2:
-            values |= {"presence_penalty": draw.uniform(-2, 2), "frequency_penalty": draw.uniform(-2, 2)}
-        if draw.random() < 0.2:
-            values["logprobs"] = draw.choice((0, 1, 5, 20))
-        if draw.random() < 0.05:
-            values["prompt_logprobs"] = draw.choice((0, 3))
-        if draw.random() < 0.1:
-            values["n"] = draw.randint(2, 4)
-        if not constrained:  # a grammar may be left without a token by these
-            if draw.random() < 0.1:
-                values["logit_bias"] = {
-                    draw.randrange(vocab): draw.uniform(-100, 20) for _ in range(draw.randint(1, 40))
-                }
-            if draw.random() < 0.1:
-                values["bad_words"] = tuple(
-                    tuple(draw.randrange(vocab) for _ in range(draw.randint(1, 3))) for _ in range(draw.randint(1, 5))
-                )
-            if draw.random() < 0.1:
-                values["min_tokens"] = draw.randint(1, new)
-            if draw.random() < 0.2:
-                values["stop_token_ids"] = tuple(draw.sample(range(vocab), 200))
-        deadline = time.monotonic() + draw.uniform(0.01, 1.0) if draw.random() < 0.03 else None
-        made = self.intake.requests(prompt, SamplingParams(**values), now_s=time.monotonic(), deadline_s=deadline)
-        if constrained:
-            as_json = draw.random() < 0.5
-            text = JSON_GRAMMAR if as_json else WORDS_GRAMMAR
-            grammar = Grammar(kind="json_schema" if as_json else "regex", text=text, spare_blanks=as_json).encode()
-            made = tuple(msgspec.structs.replace(request, grammar=grammar) for request in made)
-        return made
-
-
-def crowded(plan: Plan) -> int:
-    """So few pages that running answers must sometimes give way to each other, and the longest request fits all the same."""
-    size = plan.cache.page_tokens
-    return max(-(-2000 // size) + 4, plan.schedule.max_running * 100 // size)
-
-
 def load(shop: Shop, checks: Checks, arguments: argparse.Namespace) -> None:
     """Random requests for some minutes; then every page, slot and request must be back."""
-    draw = random.Random(arguments.seed)
     grammars = find_spec("llguidance") is not None
     if not grammars:
         checks.line("load", "grammars", None, "llguidance is not installed: no request has a grammar")
     with shop.engine(pages=arguments.load_pages or crowded) as engine:
-        loop, scheduler = engine.client.loop, engine.client.loop.scheduler
-        mix = Mix(intake_of(engine, "mix"), text_tokens(engine, 6000), draw, grammars)
-        # More than fit into the slots, so that some always wait.
-        crowd = round(1.3 * engine.plan.schedule.max_running)
-        open_requests: dict[str, Request] = {}
-        ended: Counter[str] = Counter()
-        texts: dict[str, Answer] = {}
-        errors: list[str] = []
-        preempted = tokens = turns = bad_grammar = seen_grammar = 0
-        began = last_said = time.perf_counter()
-        until = min(began + 60 * arguments.minutes, shop.deadline_s)
-        while open_requests or time.perf_counter() < until:
-            now = time.perf_counter()
-            while len(open_requests) < crowd and now < until:
-                for request in mix.requests():
-                    loop.check(request)
-                    loop.post(Add(request))
-                    open_requests[request.id] = request
-                    texts[request.id] = Answer()
-            if draw.random() < 0.02 and open_requests:
-                loop.post(Cancel(draw.choice(list(open_requests))))
-            if draw.random() < 0.005 and open_requests:
-                loop.post(Finish(draw.choice(list(open_requests))))
-            if draw.random() < 0.001:
-                loop.post(Forget())
-            turns += 1
-            for report in spelled_out(loop.run_once()):
-                if isinstance(report, Preempted):
-                    preempted += 1
-                elif isinstance(report, TokensOut):
-                    tokens += len(report.tokens)
-                    take(texts[report.request_id], report)
-                    if report.finish is None:
-                        continue
-                    ended[report.finish] += 1
-                    request, answer = open_requests.pop(report.request_id), texts.pop(report.request_id)
-                    if report.finish == "error":
-                        errors.append(f"{report.error} ({request.sampling})")
-                    elif request.grammar is not None and report.finish == "stop" and report.generated_tokens:
-                        seen_grammar += 1
-                        bad_grammar += not grammar_kept(engine, request, answer, report)
-            if now - last_said > 20:
-                last_said = now
-                gpu_suite.say(f"    {now - began:5.0f} s: {dict(ended)}, {preempted} preemptions, {len(errors)} errors")
-        took_s = time.perf_counter() - began
+        mix = Mix(intake_of(engine, "mix"), text_tokens(engine, 6000), random.Random(arguments.seed), grammars)
+        probe = SamplingParams(temperature=0.0, max_tokens=8, logprobs=2)
+        first = answers(engine, asked(engine, [mix.text[:50]], probe, prefix="begin"))[0][0]
+
+        def keep(record: dict[str, Any]) -> None:
+            checks.result["load"] = {"seed": arguments.seed, **record}
+            gpu_suite.save(checks.result, checks.out)
+
+        until = min(time.perf_counter() + 60 * arguments.minutes, shop.deadline_s)
+        tally = run_load(engine, mix, until=until, keep=keep, say=gpu_suite.say)
+        keep(tally.record(over=True))
         forget(engine)
-        checks.line(
-            "load",
-            "no request failed",
-            not errors,
-            f"{sum(ended.values())} requests, {tokens} tokens and {turns} turns in {took_s:.0f} s; {dict(ended)}, {preempted} preemptions"
-            + (f"; first errors: {errors[:3]}" if errors else ""),
-            ended=dict(ended),
-            preemptions=preempted,
-            errors=errors[:20],
+        said = (
+            f"{sum(tally.ended.values())} requests, {tally.tokens} tokens and {tally.turns} turns in {tally.seconds:.0f} s; "
+            f"{dict(sorted(tally.ended.items()))}, {tally.preemptions} preemptions, {tally.prefix_hits} prefix hits"
         )
+        counts, shown = tally.counts, "; first of them: " + "; ".join(tally.failures[:3]) if tally.failures else ""
+        checks.line("load", "no request failed", not counts["error"], f"{said}{shown if counts['error'] else ''}")
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(tally.asked.items()))
+        tried = set(tally.asked) >= {"logprobs", "penalties", *(GRAMMARS if grammars else ())}
+        tried = tried and tally.preemptions > 0 and tally.prefix_hits > 0 and tally.orders["cancel"] > 0
+        checks.line(
+            "load", "everything was tried", tried or None, f"{kinds}; orders: {dict(sorted(tally.orders.items()))}"
+        )
+        checks.line(
+            "load", "answers are what was asked for", not counts["wrong"],
+            f"{counts['wrong']} with wrong lengths, logprobs or tokens{shown if counts['wrong'] else ''}",
+        )  # fmt: skip
         if grammars:
-            checks.line(
-                "load",
-                "grammars kept",
-                not bad_grammar,
-                f"{bad_grammar} of {seen_grammar} complete answers break their grammar",
-            )
-        held = {
-            "requests": scheduler.unfinished,
-            "slots": scheduler.running,
-            "flying": scheduler.flying,
-            "pages": sum(pool.total - 1 - pool.free for pool in scheduler.cache.pools),
-            "promised": sum(scheduler.cache.promised),
-        }
-        scheduler.cache.check()
+            broken = f"{counts['grammar']} of {tally.constrained_complete} complete answers break their grammar"
+            checks.line("load", "grammars kept", not counts["grammar"], broken + (shown if counts["grammar"] else ""))
+        held = held_after(engine)
         checks.line("load", "nothing is kept", not any(held.values()), f"held after the end: {held}", held=held)
         # The engine still answers as in the beginning.
-        last = answers(
-            engine, asked(engine, [mix.text[:50]], SamplingParams(temperature=0.0, max_tokens=8), prefix="end")
-        )[0][0]
-        checks.line("load", "still answers", last.error is None and bool(last.tokens), f"{last.tokens}")
-
-
-def grammar_kept(engine: Engine, request: Request, answer: Answer, last: TokensOut) -> bool:
-    """Whether a complete answer is one that its grammar allows; an answer that somebody else ended early is not judged."""
-    ids = [token for token in answer.tokens if token not in request.eos_ids]
-    text = b"".join(engine.tokenizer.token_bytes(token) for token in ids).decode("utf-8", errors="replace")
-    if last.stop_token is None and len(answer.tokens) < request.max_tokens:
-        # Ended by our own Finish order, or complete: a part of a word proves nothing.
-        return True
-    assert request.grammar is not None
-    if "json" in request.grammar.partition('"text"')[0]:
-        try:
-            value = json.loads(text)
-        except ValueError:
-            return False
-        return set(value) == {"name", "age"} and isinstance(value["age"], int)
-    return re.fullmatch(r"[a-z]{2,9}( [a-z]{2,9}){0,5}", text) is not None
+        last = answers(engine, asked(engine, [mix.text[:50]], probe, prefix="end"))[0][0]
+        parted = difference(first, last)
+        good = last.error is None and bool(last.tokens) and (parted is None or parted[1] <= MOST_MOVED)
+        gap = "" if parted is None else f"; they part at a gap of {parted[1]:.3f}"
+        checks.line("load", "answers as before the load", good, f"{first.tokens} before, {last.tokens} after{gap}")
 
 
 def memory(shop: Shop, checks: Checks, arguments: argparse.Namespace) -> None:

@@ -134,6 +134,16 @@ PEERS: dict[str, dict[str, dict[str, float]]] = {
             "W3.out_tok_s": 11322,
         },
     },
+    "deepseek-v2-lite": {
+        "vLLM": {
+            "W1.ttft_ms": 15.9,
+            "W1.tpot_ms": 3.36,
+            "W2.out_tok_s": 15478,
+            "W3.out_tok_s": 31040,
+            "W4.in_tok_s": 82602,
+            "W4.in_tok_s_out1": 86512,
+        },
+    },
 }
 """By model (with " fp8" where weights are quantised online), engine and figure."""
 
@@ -173,6 +183,13 @@ MUST: dict[str, dict[str, float]] = {
         "W4.in_tok_s_out1": 63000,
         "start.cold_s": 20,
     },
+    "deepseek-v2-lite": {
+        "W1.tpot_ms": 2.0,
+        "W2.out_tok_s": 17800,
+        "W3.out_tok_s": 34000,
+        "W4.in_tok_s_out1": 86000,
+        "start.cold_s": 15,
+    },
 }
 AIM: dict[str, dict[str, float]] = {
     "llama-3.1-8b": {
@@ -202,6 +219,7 @@ AIM: dict[str, dict[str, float]] = {
         "W5.out_tok_s": 25000,
     },
     "qwen3-30b-a3b": {"W1.tpot_ms": 1.8},
+    "deepseek-v2-lite": {"W1.tpot_ms": 1.5},
 }
 AIM_OF_FLOOR = 1.15
 """W6 of the 8B: the aim is this multiple of the floor of the run."""
@@ -269,7 +287,9 @@ def fractions_of(result: Result) -> dict[str, float]:
             requests, before, new = third["requests"], third["in_each"], third["out_each"]
             prefill = 2 * sizes["linear_params"] * requests * before / rate
             cached = requests * sum(range(before + 1, before + new))
-            found["W3.out_tok_s"] = (prefill + ((new - 1) * weights + cached * kv) / copy) / third["wall_s"]
+            found["W3.out_tok_s"] = (
+                prefill + ((new - 1) * weight_bytes(sizes, requests) + cached * kv) / copy
+            ) / third["wall_s"]
     fourth = result.get("workloads", {}).get("W4", {})
     if rate and bf16 and "linear_flops" in fourth:
         least = fourth["linear_flops"] / rate + fourth["attention_flops"] / bf16
@@ -278,10 +298,18 @@ def fractions_of(result: Result) -> dict[str, float]:
     return found
 
 
+def weight_bytes(sizes: Mapping[str, float], tokens: int) -> float:
+    """Bytes of weights that a step of so many tokens reads: of a mixture the experts that uniform routing sends any of them to."""
+    chosen, each = sizes.get("expert_bytes_per_token", 0), sizes.get("experts_each", 0)
+    if not chosen:
+        return sizes["weight_bytes_per_token"]
+    return sizes["weight_bytes_per_token"] + chosen * (each * (1 - (1 - 1 / each) ** tokens) - 1)
+
+
 def floor_ms(result: Result, *, batch: int) -> float:
     """The least time of a decode step of `batch` rows at about 1k context: weights and keys read once at copy bandwidth."""
     sizes = result["sizes"]
-    read = sizes["weight_bytes_per_token"] + batch * W6_CONTEXT * sizes["kv_bytes_per_token"]
+    read = weight_bytes(sizes, batch) + batch * W6_CONTEXT * sizes["kv_bytes_per_token"]
     return 1e3 * read / result["ceilings"]["copy_bytes_per_s"]
 
 

@@ -15,6 +15,7 @@ Refuses to know: peers and demands (gpu_figures). JSON is written after every wo
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import faulthandler
 import functools
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ SCALES = {"full": Scale(), "tiny": Scale(divide=16, batches=(1, 8), repeats=1)}
 class Switch:
     """A technique that can be turned off (or a price that can be paid), and the workloads that show its effect."""
 
-    means: dict[str, Any]
+    means: dict[str, Any] = field(default_factory=dict)
+    tuning: dict[str, Any] = field(default_factory=dict)
+    """Constants of kernels/triton/tuning.py that are set instead."""
     works: tuple[str, ...] = ("W1", "W3", "W6")
 
 
@@ -102,6 +105,7 @@ SWITCHES: dict[str, Switch] = {
     "overlap": Switch(means={"overlap": False}),
     "pdl": Switch(means={"pdl": False}),
     "prefix_cache": Switch(means={"prefix_cache": False}, works=("W5",)),
+    "shared_beside": Switch(tuning={"side_tokens": 0}),
 }
 """By name; those whose fields `Means` does not have are left out."""
 
@@ -111,22 +115,53 @@ def known_switches() -> dict[str, Switch]:
     return {name: switch for name, switch in SWITCHES.items() if set(switch.means) <= set(Means.__struct_fields__)}
 
 
+def retune(constants: dict[str, Any]) -> None:
+    """Sets constants of every GPU's table, in this process."""
+    if constants:
+        from tradewind.kernels.triton.tuning import TUNINGS
+
+        TUNINGS.update({gpu: replace(tuned, **constants) for gpu, tuned in TUNINGS.items()})
+
+
 def sizes_of(config: dict[str, Any], *, quantization: str, kv_format: str) -> dict[str, float]:
-    """Parameters of a dense decoder's matmuls, and the bytes that a step must read; changes nothing."""
+    """Parameters of a decoder's matmuls that one token meets, and the bytes that a step must read; changes nothing.
+
+    Of a mixture the experts that a token is sent to: linear_params counts those, total_params all. MLA keeps latents.
+    """
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
-    dim = config.get("head_dim") or hidden // heads
-    attention = 2 * hidden * heads * dim + 2 * hidden * kv_heads * dim
-    linear = layers * (attention + 3 * hidden * config["intermediate_size"])
-    head = hidden * config["vocab_size"]
+    rank = config.get("kv_lora_rank")
+    if rank:
+        nope, rope, value = (config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        key, queries = nope + rope, config.get("q_lora_rank")
+        attention = queries * (hidden + heads * key) if queries else hidden * heads * key
+        attention += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+        kept = rank + rope
+    else:
+        key = value = config.get("head_dim") or hidden // heads
+        attention = 2 * hidden * heads * key + 2 * hidden * kv_heads * key
+        kept = 2 * kv_heads * key
+    experts = config.get("num_experts") or config.get("n_routed_experts") or 0
+    sparse = layers - config.get("first_k_dense_replace", 0) if experts else 0
+    linear = layers * attention + 3 * (layers - sparse) * hidden * config["intermediate_size"]
+    chosen = idle = 0
+    if experts:
+        each, per_token = 3 * hidden * config["moe_intermediate_size"], config["num_experts_per_tok"]
+        chosen, idle = sparse * per_token * each, sparse * (experts - per_token) * each
+        linear += chosen + sparse * ((config.get("n_shared_experts") or 0) * each + hidden * experts)
+    head, size = hidden * config["vocab_size"], 1 if quantization == "fp8" else 2
     return {
         "linear_params": linear,
+        "total_params": linear + idle,
         "head_params": head,
         # The head stays bf16 when the rest is quantised.
-        "weight_bytes_per_token": linear * (1 if quantization == "fp8" else 2) + 2 * head,
-        "kv_bytes_per_token": 2 * layers * kv_heads * dim * BYTES_PER_ELEMENT[kv_format],
-        # Scores and values of a causal prompt of S tokens: half of 2 * 2 * S^2 * heads * dim in each layer.
-        "attention_flops_per_square": 2 * layers * heads * dim,
+        "weight_bytes_per_token": linear * size + 2 * head,
+        # A step of more tokens reads more experts: see gpu_figures.weight_bytes.
+        "expert_bytes_per_token": chosen * size,
+        "experts_each": experts / config["num_experts_per_tok"] if experts else 0,
+        "kv_bytes_per_token": layers * kept * BYTES_PER_ELEMENT[kv_format],
+        # Scores and values of a causal prompt of S tokens: half of 2 * S^2 * heads * (key + value) in each layer.
+        "attention_flops_per_square": layers * heads * (key + value),
     }
 
 
@@ -212,6 +247,12 @@ class Driven:
         runner = getattr(getattr(self.loop, "_executor", None), "_runner", None)
         return int(getattr(runner, "captures", 0))
 
+    @property
+    def prepared(self) -> bool:
+        """Whether what goes on behind the start is done: kernels compiled and the graphs of usual steps captured."""
+        runner = getattr(getattr(self.loop, "_executor", None), "_runner", None)
+        return self.loop.prepared and bool(getattr(runner, "captured_ahead", True))
+
     def steps(self, wall_s: float) -> dict[str, float]:
         """What the last call's steps were like: medians."""
         done = [report for report in self.reports if type(report) is StepDone]
@@ -238,6 +279,8 @@ class Suite:
     ) -> None:
         self.driven, self.vocab_size, self.sizes, self.scale, self.copy = driven, vocab_size, sizes, scale, copy
         self.steps: dict[str, float] = {}
+        self.once = False
+        """W2 and W3 are not run a second time."""
 
     def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
         """Random prompts, clear of special ids at both ends of the vocabulary."""
@@ -264,13 +307,15 @@ class Suite:
         """The agreed warm-up; returns its seconds."""
         long, many = self.scale.length, self.scale.count
         deadline = time.perf_counter() + 60  # on a new machine kernels are still being compiled behind the first steps
-        while not self.driven.loop.prepared and time.perf_counter() < deadline:
+        while not self.driven.prepared and time.perf_counter() < deadline:
             time.sleep(0.1)
         wall_s = self.timed(self.prompts([long(128)] * 4, 1), [long(16)] * 4)
         return wall_s + self.timed(self.prompts([long(1024)] * many(32), 2), [long(16)] * many(32))
 
     def again(self, prompts: Sequence[Sequence[int]], out_lens: Sequence[int], temperature: float) -> dict[str, float]:
         """The same call a second time: the difference is what the first spent on graphs and kernels that it met for the first time."""
+        if self.once:
+            return {}
         try:
             wall_s = self.timed(prompts, out_lens, temperature)
         except OutOfTimeError:
@@ -429,6 +474,7 @@ def start_only(arguments: argparse.Namespace) -> dict[str, Any]:
         "ready_s": ready_s,
         "first_answer_s": answer_s,
         "phases": [(phase.name, phase.seconds) for phase in phases.done],
+        "besides": [(phase.name, phase.seconds) for phase in phases.besides],
         "memory": memory,
     }
 
@@ -522,6 +568,8 @@ def same_engine(arguments: argparse.Namespace) -> list[str]:
 
 def measure_start(arguments: argparse.Namespace, *, cold_only: bool = False) -> dict[str, Any]:
     """Start to ready in two processes: with empty caches on disk, then with what the first has left there."""
+    # As an installer does: where Python may write no bytecode, every process would compile our sources again.
+    compileall.compile_dir(HERE.parent / "src", quiet=2, workers=0)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="tradewind-cold-") as folder:
         fresh = {"TRITON_CACHE_DIR": f"{folder}/triton", "XDG_CACHE_HOME": f"{folder}/cache"}
@@ -657,6 +705,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=8.7, help="no workload goes on after this (default %(default)s)"
     )
+    parser.add_argument("--once", action="store_true", help="run W2 and W3 once, not a second time")
     parser.add_argument("--no-start", action="store_true", help="do not measure the start")
     parser.add_argument("--no-ceilings", action="store_true", help="do not measure the card")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="only print tables of the gpu-*.json there")
@@ -688,6 +737,7 @@ def goals_of(arguments: argparse.Namespace) -> Goals:
         pinned["quantization"] = arguments.quantization
     for name in arguments.off:
         pinned |= known_switches()[name].means
+        retune(known_switches()[name].tuning)
     for text in arguments.means:
         name, _, value = text.partition("=")
         pinned[name] = parsed_value(value)
@@ -825,7 +875,9 @@ def suite_of(
     )
     driven = Driven(client.loop, deadline_s=deadline_s)
     copy = result.get("ceilings", {}).get("copy_bytes_per_s")
-    return Suite(driven, vocab_size=plan.card.vocab_size, sizes=result["sizes"], scale=scale, copy=copy)
+    suite = Suite(driven, vocab_size=plan.card.vocab_size, sizes=result["sizes"], scale=scale, copy=copy)
+    suite.once = arguments.once
+    return suite
 
 
 def run_works(
@@ -891,7 +943,7 @@ def ablate(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             run: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
             if failed:
                 run["error"] = failed
-            run["turned"] = {} if name == "none" else switches[name].means
+            run["turned"] = {} if name == "none" else switches[name].means | switches[name].tuning
             result["runs"][name] = {
                 key: run[key] for key in ("turned", "workloads", "reasons", "skipped", "phases", "error") if key in run
             }

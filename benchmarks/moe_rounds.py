@@ -1,11 +1,17 @@
 """Open questions about mixtures of experts: candidates of every kernel at the shape of one model, in minutes on one card.
 
-    PYTHONPATH=src python benchmarks/moe_rounds.py --shards 14 --out moe.json      all groups (under 3 minutes on an H200)
+    PYTHONPATH=src python benchmarks/moe_rounds.py --shards 14 --out moe.json      all groups (at most 140 s on an H200, see --seconds)
+    PYTHONPATH=src python benchmarks/moe_rounds.py --model deepseek-v2-lite ...    of another model
     PYTHONPATH=src python benchmarks/moe_rounds.py --only one,layer                some groups
     PYTHONPATH=src python benchmarks/moe_rounds.py --dry                           no GPU: compiles every candidate for sm_90
 
-    route    routing, counting and sorting              one     one token: GEMVs over the chosen experts
-    tiles    2 tokens and more, by size of step         layer   a whole layer's mixture, from the router to the next norm
+    layer    a whole layer's mixture, from the router to the next norm         one     one token: GEMVs over the chosen experts
+    shared   four layers' programs with a shared expert, one stream or two     tiles   2 tokens and more, by size of step
+    dense    matmuls by FP8 weights with scales by blocks                      route   routing, counting and sorting
+
+FP8 ones come by output ("fp8") and by blocks ("fp8_block"). In this order, which is that of importance; what the time does not suffice for
+is left out, and the record says so.
+
 
 Off: what the table of constants says now. Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py).
 Routing is uniform and random, which reads the most weights: a trained router's tokens share experts more often.
@@ -18,7 +24,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +34,11 @@ import torch
 import triton
 from kernels import BF16, F32, FP8, Bench, Case, difference, tag
 
-from tradewind.kernels import reference_moe
-from tradewind.kernels.ops import Routing
-from tradewind.kernels.triton import moe, norm, route, skinny
+from tradewind.kernels import reference_fp8, reference_moe
+from tradewind.kernels.ops import PackedExperts, PackedMatrix, Routing
+from tradewind.kernels.triton import blocks, moe, norm, route, skinny
+from tradewind.kernels.triton.ops import CudaOps
+from tradewind.kernels.triton.tape import Bucket
 from tradewind.kernels.triton.tuning import DEFAULT, ExpertGemvConfig, GemvConfig, TileConfig, tuned
 
 TABLE = tuned(DEFAULT)
@@ -45,19 +53,45 @@ class Mixture:
     chosen: int
     hidden: int
     inner: int
+    dense: tuple[tuple[str, int, int, bool], ...]
+    """Matrices of a layer beside the experts: name, outputs, depth, whether its input is normed."""
+    shared: int = 0
+    """Inner size of the shared expert."""
 
 
-MODEL = Mixture("qwen3-30b-a3b", 128, 8, 2048, 768)
+MODELS = {
+    mixture.name: mixture
+    for mixture in (
+        Mixture(
+            "deepseek-v2-lite", 64, 6, 2048, 1408, shared=2816,
+            dense=(("q", 3072, 2048, True), ("latent", 576, 2048, True), ("o", 2048, 2048, False), ("router", 64, 2048, True)),
+        ),
+        Mixture(
+            "qwen3-30b-a3b", 128, 8, 2048, 768, dense=(("qkv", 5120, 2048, True), ("o", 2048, 4096, False), ("router", 128, 2048, True))
+        ),
+    )
+}  # fmt: skip
+
+
+def asked_model() -> Mixture:
+    """The model that the command line names: everything below is of its shape."""
+    words = [word.removeprefix("--model=") for word in sys.argv if word.startswith("--model=")]
+    words += [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--model"]
+    return MODELS.get(words[-1] if words else "qwen3-30b-a3b", MODELS["qwen3-30b-a3b"])
+
+
+MODEL = asked_model()
 ROUTING = Routing(top_k=MODEL.chosen)
-SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+SIZES = (2, 8, 16, 32, 64, 128, 256, 1024, 8192)
+LAYOUTS = ("bf16", "fp8", "fp8_block")
 
 
 class Layer:
     """A layer's weights; the whole of them is several times the L2, so steps of many tokens need no second."""
 
-    def __init__(self, bench: Bench, *, fp8: bool) -> None:
+    def __init__(self, bench: Bench, *, layout: str) -> None:
         m = MODEL
-        self.bench, self.fp8 = bench, fp8
+        self.bench, self.layout, self.fp8 = bench, layout, layout != "bf16"
         self.gate_up, self.gate_up_scale = self._drawn(2 * m.inner, m.hidden)
         self.down, self.down_scale = self._drawn(m.hidden, m.inner)
         self.router = bench.normal(m.experts, m.hidden, scale=m.hidden**-0.5)
@@ -67,9 +101,29 @@ class Layer:
         shape = (MODEL.experts, n, k)
         if not self.fp8:
             return self.bench.normal(*shape, scale=k**-0.5), None
-        return self.bench.normal(*shape, dtype=FP8, scale=100.0), torch.full(
-            shape[:2], k**-0.5 / 100, dtype=F32, device=self.bench.device
-        )
+        by = (n,) if self.layout == "fp8" else (n // blocks.ROWS, blocks.parts(k))
+        scale = torch.full((MODEL.experts, *by), k**-0.5 / 100, dtype=F32, device=self.bench.device)
+        return self.bench.normal(*shape, dtype=FP8, scale=100.0), scale
+
+    def values(self, which: str, experts: torch.Tensor) -> torch.Tensor:
+        """float64 weights of some experts."""
+        part, scale = getattr(self, which), getattr(self, f"{which}_scale")
+        if scale is None:
+            return part[experts].double()
+        if self.layout == "fp8_block":
+            return reference_fp8.weight_values(part[experts], scale[experts], rows=blocks.ROWS)
+        return part[experts].double() * scale[experts].double()[..., None]
+
+    def token_scale(self, rows: int, width: int) -> torch.Tensor | None:
+        """Scales of rounded tokens: ones."""
+        if not self.fp8:
+            return None
+        shape = (rows,) if self.layout == "fp8" else (rows, blocks.parts(width))
+        return torch.ones(shape, dtype=F32, device=self.bench.device)
+
+    @property
+    def suffix(self) -> str:
+        return f" {self.layout}" if self.fp8 else ""
 
     def read_bytes(self, experts: int) -> float:
         """Weights of so many experts."""
@@ -85,12 +139,12 @@ class Step:
         self.pairs = tokens * m.chosen
         self.x = bench.normal(tokens, m.hidden)
         self.small = self.x.to(FP8) if layer.fp8 else self.x
-        self.x_scale = torch.ones(tokens, dtype=F32, device=bench.device) if layer.fp8 else None
+        self.x_scale = layer.token_scale(tokens, m.hidden)
         self.logits = bench.normal(tokens, m.experts, dtype=F32)
         self.ids, self.weights = bench.zeros(tokens, m.chosen), bench.empty(tokens, m.chosen, dtype=F32)
         self.inner = bench.normal(self.pairs, m.inner)
         self.inner_small = self.inner.to(FP8) if layer.fp8 else self.inner
-        self.inner_scale = torch.ones(self.pairs, dtype=F32, device=bench.device) if layer.fp8 else None
+        self.inner_scale = layer.token_scale(self.pairs, m.inner)
         self.answers = bench.empty(self.pairs, m.hidden)
         self.stream, self.normed = bench.normal(tokens, m.hidden, dtype=F32), bench.empty(tokens, m.hidden)
         self.each = each or (1 if tokens == 1 else 16 if tokens <= 512 else 32)
@@ -166,7 +220,7 @@ def route_error(step: Step) -> float:
 
 
 def route_candidates(bench: Bench) -> Iterator[Candidate]:
-    layer = Layer(bench, fp8=False)
+    layer = Layer(bench, layout="bf16")
     for tokens, each in ((1, 1), (16, 16), (256, 16), (8192, 32), (8192, 16), (8192, 64)):
         step = Step(bench, layer, tokens, each=each)
         amount, off = tokens * (MODEL.experts * 4.0 + MODEL.chosen * 8), each < 64 and (tokens, each) != (8192, 16)
@@ -183,11 +237,7 @@ def route_candidates(bench: Bench) -> Iterator[Candidate]:
 
 def gemv_candidates(bench: Bench) -> Iterator[Candidate]:
     """The dense matrices of a layer for one token."""
-    for name, features, depth, normed in (
-        ("qkv", 5120, 2048, True),
-        ("o", 2048, 4096, False),
-        ("router", 128, 2048, True),
-    ):
+    for name, features, depth, normed in MODEL.dense:
         weights = [bench.normal(features, depth, scale=depth**-0.5) for _ in range(base.copies(features * depth * 2))]
         gain = bench.normal(depth, dtype=F32) if normed else None
         x = bench.normal(1, depth, dtype=F32 if normed else BF16)
@@ -232,6 +282,8 @@ GEMV = {
         ExpertGemvConfig(4, 256, 4, 12), ExpertGemvConfig(4, 256, 4, 6), ExpertGemvConfig(4, 256, 4, 24), ExpertGemvConfig(2, 256, 2, 12),
         ExpertGemvConfig(2, 256, 2, 24), ExpertGemvConfig(2, 1024, 4, 8), ExpertGemvConfig(2, 1024, 4, 4), ExpertGemvConfig(1, 1024, 2, 8),
         ExpertGemvConfig(8, 256, 4, 6), ExpertGemvConfig(1, 256, 1, 24), ExpertGemvConfig(4, 256, 4, 12, narrow=True),
+        ExpertGemvConfig(1, 512, 2, 9), ExpertGemvConfig(2, 512, 2, 9), ExpertGemvConfig(4, 512, 4, 6), ExpertGemvConfig(1, 256, 1, 12),
+        ExpertGemvConfig(2, 256, 1, 12),
     ],
     (True, True): [
         ExpertGemvConfig(4, 512, 4, 4, narrow=True), ExpertGemvConfig(8, 512, 4, 2, narrow=True),
@@ -241,7 +293,7 @@ GEMV = {
     (False, True): [
         ExpertGemvConfig(4, 256, 4, 4, narrow=True), ExpertGemvConfig(4, 256, 4, 12, narrow=True),
         ExpertGemvConfig(8, 256, 4, 4, narrow=True),
-        ExpertGemvConfig(4, 256, 4, 12),
+        ExpertGemvConfig(4, 256, 4, 12), ExpertGemvConfig(8, 128, 4, 8, narrow=True), ExpertGemvConfig(4, 512, 4, 3, narrow=True),
     ],
 }  # fmt: skip
 """(gated, FP8) -> candidates."""
@@ -260,12 +312,8 @@ def one_candidates(bench: Bench, layer: Layer) -> Iterator[Candidate]:
     stream, inner = bench.normal(1, m.hidden, dtype=F32), bench.normal(m.chosen, m.inner)
     out, weights = bench.normal(1, m.hidden, dtype=F32), bench.normal(1, m.chosen, dtype=F32)
 
-    def stored(part: torch.Tensor, scale: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:
-        values = part[chosen[0].long()].double()
-        return values if scale is None else values * scale[chosen[0].long()].double()[..., None]
-
     for gated in (True, False):
-        name = ("gate_up" if gated else "down") + (" fp8" if layer.fp8 else "")
+        name = ("gate_up" if gated else "down") + layer.suffix
         now = TABLE.expert_gemv(m.hidden if gated else m.inner, gated=gated, fp8=layer.fp8)
         for config in (now, *(c for c in GEMV[gated, layer.fp8] if c != now)):
 
@@ -289,10 +337,10 @@ def one_candidates(bench: Bench, layer: Layer) -> Iterator[Candidate]:
                         * torch.rsqrt(stream.double().square().mean(1, keepdim=True) + 1e-6)
                         * layer.gain.double()
                     )
-                    both = stored(layer.gate_up, layer.gate_up_scale, sets[0]) @ x[0]
+                    both = layer.values("gate_up", sets[0][0].long()) @ x[0]
                     truth = torch.nn.functional.silu(both[:, : m.inner]) * both[:, m.inner :]
                 else:
-                    each = torch.einsum("knf,kf->kn", stored(layer.down, layer.down_scale, sets[0]), inner.double())
+                    each = torch.einsum("knf,kf->kn", layer.values("down", sets[0][0].long()), inner.double())
                     truth = out.double() + weights.double() @ each
                 return difference(target, truth)
 
@@ -350,7 +398,7 @@ def tile_candidates(bench: Bench, layer: Layer, sizes: tuple[int, ...]) -> Itera
         step = Step(bench, layer, tokens)
         read = layer.read_bytes(step.distinct())
         for gated in (True, False):
-            name = f"{'gate_up' if gated else 'down'}{' fp8' if layer.fp8 else ''} T={tokens}"
+            name = f"{'gate_up' if gated else 'down'}{layer.suffix} T={tokens}"
             depth = m.hidden if gated else m.inner
             now = TABLE.expert_tile(tokens, m.chosen, m.experts, depth, fp8=layer.fp8)
             flops = 2.0 * step.pairs * m.hidden * m.inner * (2 if gated else 1)
@@ -389,8 +437,7 @@ def tile_error(step: Step, layer: Layer, target: torch.Tensor, *, gated: bool, w
     place = some
     pair = step.order.long()[some] if way == "sorted" else some
     expert = step.ids.view(-1)[pair].long()
-    part, scale = (layer.gate_up, layer.gate_up_scale) if gated else (layer.down, layer.down_scale)
-    values = part[expert].double() if scale is None else part[expert].double() * scale[expert].double()[..., None]
+    values = layer.values("gate_up" if gated else "down", expert)
     source = pair // m.chosen if gated else place
     x = (step.small if gated else step.inner_small)[source].double()
     y = torch.einsum("pnk,pk->pn", values, x)
@@ -426,7 +473,7 @@ def layer_candidates(bench: Bench, layer: Layer) -> Iterator[Candidate]:
             def call(step=step, tokens=tokens, sorted_too=sorted_too):
                 whole_layer(bench, step, sort=sorted_too or tokens > TABLE.few_expert_tokens, early=not sorted_too)
 
-            name = f"layer{' fp8' if layer.fp8 else ''} T={tokens} ({step.distinct()} experts)"
+            name = f"layer{layer.suffix} T={tokens} ({step.distinct()} experts)"
             yield Candidate(Case("layer", name, pdl_text, [call] * 4, bytes=read, flops=flops), not sorted_too)
 
 
@@ -462,14 +509,18 @@ def whole_layer(bench: Bench, step: Step, *, sort: bool, early: bool) -> None:
     if sort:
         step.run_sort(configs[0].bm)
     if layer.fp8:
-        norm.quantise_tokens(step.x, out=step.small, scale=step.x_scale, pdl=True)
+        quantise(layer)(step.x, out=step.small, scale=step.x_scale, pdl=True)
     step.run_gate_up(configs[0], way)
     if layer.fp8:
-        norm.quantise_tokens(step.inner, out=step.inner_small, scale=step.inner_scale, pdl=True)
+        quantise(layer)(step.inner, out=step.inner_small, scale=step.inner_scale, pdl=True)
     step.run_down(configs[1], way)
     moe.combine_norm(
         step.stream, step.answers, step.weights, layer.gain, eps=1e-6, out=step.normed, count=step.count, pdl=True
     )
+
+
+def quantise(layer: Layer) -> Callable[..., None]:
+    return blocks.quantise_columns if layer.layout == "fp8_block" else norm.quantise_tokens
 
 
 def router_out(bench: Bench, step: Step) -> torch.Tensor:
@@ -485,22 +536,238 @@ def router_scratch(bench: Bench, step: Step, tile: TileConfig) -> tuple[torch.Te
     return step.router_work
 
 
+# ----------------------------------------------------------------------------------------------- blocks, dense; two lanes
+
+DENSE_SIZES = (1, 8, 32, 64, 128, 512, 2048, 8192)
+
+
+def dense_configs(rows: int, now: TileConfig) -> list[TileConfig]:
+    if rows <= 64:
+        bm = now.bm
+        found = [
+            TileConfig(bm, 64, 128, 1, 4, 4), TileConfig(bm, 64, 128, 2, 4, 4), TileConfig(bm, 64, 128, 4, 4, 4),
+            TileConfig(bm, 128, 128, 1, 4, 4), TileConfig(bm, 128, 128, 2, 4, 3), TileConfig(bm, 64, 128, 1, 4, 6),
+        ]  # fmt: skip
+    else:
+        found = [
+            TileConfig(64, 64, 128, 1, 4, 4), TileConfig(64, 128, 128, 1, 4, 4), TileConfig(64, 128, 128, 1, 8, 4),
+            TileConfig(128, 128, 128, 1, 8, 3), TileConfig(128, 128, 128, 1, 8, 4), TileConfig(128, 128, 128, 1, 4, 3),
+            TileConfig(128, 64, 128, 1, 4, 4), TileConfig(256, 128, 128, 1, 8, 3),
+        ]  # fmt: skip
+    return [now, *(config for config in found if config != now)]
+
+
+def dense_candidates(bench: Bench) -> Iterator[Candidate]:
+    """The largest matrix of a layer by blocks, beside the library's FP8 matmul with a scale for each output."""
+    _, n, k, _ = MODEL.dense[0]
+    count = base.copies(n * k)
+    weights = [bench.normal(n, k, dtype=FP8, scale=100.0) for _ in range(count)]
+    scale = torch.rand((n // blocks.ROWS, blocks.parts(k)), device=bench.device) * (0.02 * k**-0.5)
+    for rows in DENSE_SIZES:
+        x, out = bench.normal(rows, k), bench.empty(rows, n)
+        small, by_token = bench.empty(rows, k, dtype=FP8), bench.empty(rows, blocks.parts(k), dtype=F32)
+        if not bench.dry:
+            blocks.quantise_columns(x, out=small, scale=by_token)
+
+        def truth(weight=weights[0], small=small, by_token=by_token, x=x, rows=rows) -> torch.Tensor:
+            tokens = x.double() if rows == 1 else reference_fp8.token_values(small, by_token)
+            return tokens @ reference_fp8.weight_values(weight, scale, rows=blocks.ROWS).T
+
+        amount, flops = 1.0 * n * k + 3.0 * rows * (n + k), 2.0 * rows * n * k
+        name = f"fp8_block [{n}, {k}] T={rows}"
+        now = TABLE.gemv(n, k, fp8=True) if rows == 1 else TABLE.block_tile(rows, n, k)
+        configs: list = [now]
+        if isinstance(now, GemvConfig):
+            configs += [
+                GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4), GemvConfig(4, 512, 4, narrow=True, half=True, ahead=4),
+                GemvConfig(8, 512, 4, narrow=True), GemvConfig(4, 1024, 4, narrow=True),
+                GemvConfig(8, 256, 4, narrow=True, half=True, ahead=8),
+            ]  # fmt: skip
+        else:
+            configs = dense_configs(rows, now)
+        for config in configs:
+
+            def call(weight, config=config, rows=rows, x=x, small=small, by_token=by_token, out=out) -> None:
+                if rows == 1:
+                    skinny.skinny_linear(x, weight, out=out, scale=scale, config=config, pdl=True)
+                elif rows <= 64:
+                    work, arrived = dense_scratch(bench)
+                    skinny.skinny_linear(
+                        small, weight, out=out, scale=scale, x_scale=by_token, config=config, workspace=work, arrived=arrived, pdl=True
+                    )  # fmt: skip
+                else:
+                    skinny.fixed_linear(small, weight, out=out, scale=scale, x_scale=by_token, tile=config, pdl=True)
+
+            def error(call=call, out=out, truth=truth) -> float:
+                call(weights[0])
+                return difference(out, truth())
+
+            calls = [partial(call, weight) for weight in weights]
+            yield Candidate(
+                Case("dense", name, tag(config), calls, bytes=amount, flops=flops, error=error), config == now
+            )
+        if bench.dry or rows < 16:
+            continue
+        ones, each = torch.ones(rows, 1, device=bench.device), torch.ones(1, n, device=bench.device)
+
+        def library(weight, small=small, ones=ones, each=each, out=out) -> None:
+            torch._scaled_mm(small, weight.T, ones, each, out_dtype=BF16, use_fast_accum=True, out=out)
+
+        calls = [partial(library, weight) for weight in weights]
+        yield Candidate(Case("dense", name, "torch._scaled_mm, a scale an output", calls, bytes=amount, flops=flops))
+
+
+def dense_scratch(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
+    if not hasattr(bench, "dense_scratch"):
+        bench.dense_scratch = (bench.empty(1 << 22, dtype=F32), bench.zeros(1 << 12))
+    return bench.dense_scratch
+
+
+SHARED_LAYERS = 4
+SHARED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def shared_candidates(bench: Bench, layout: str) -> Iterator[Candidate]:
+    """Programs as the engine plans them: norm, mixture and shared expert of four layers, and the last norm."""
+    m = MODEL
+    if not m.shared:
+        return
+    tunings = {
+        "one stream": replace(TABLE, side_tokens=0),
+        "two streams": replace(TABLE, side_tokens=max(SHARED_SIZES)),
+    }
+    sets = {name: CudaOps(device=bench.device, tuning=tuning, pdl=True) for name, tuning in tunings.items()}
+    # To compile two are enough, and every shard has its own.
+    layers = [Layer(bench, layout=layout) for _ in range(2 if bench.dry else SHARED_LAYERS)]
+    dense = [
+        (dense_matrix(bench, 2 * m.shared, m.hidden, layout), dense_matrix(bench, m.hidden, m.shared, layout))
+        for _ in layers
+    ]
+    most = max(SHARED_SIZES)
+    start = bench.normal(most, m.hidden, dtype=F32)
+    stream, out, normed, delta, beside = (
+        bench.empty(most, m.hidden, dtype=kind) for kind in (F32, BF16, BF16, BF16, BF16)
+    )
+    gated = bench.empty(most, m.shared)
+    logits, weights = bench.empty(most, m.experts, dtype=F32), bench.empty(most, m.chosen, dtype=F32)
+    ids, count = bench.zeros(most, m.chosen), torch.full((1,), most, dtype=torch.int32, device=bench.device)
+
+    def record(ops: CudaOps):
+        with ops.record() as tape:
+            for layer, (gate_up, down) in zip(layers, dense, strict=True):
+                routed = [
+                    PackedExperts(
+                        experts=m.experts, n=part.shape[1], k=part.shape[2], layout=layout, gated=part is layer.gate_up,
+                        data=(part,) if scale is None else (part, scale), nbytes=part.nbytes,
+                    )
+                    for part, scale in ((layer.gate_up, layer.gate_up_scale), (layer.down, layer.down_scale))
+                ]  # fmt: skip
+                router = PackedMatrix(
+                    layout="bf16", n=m.experts, k=m.hidden, bits=16, group=0, gated=False, data=(layer.router,),
+                    nbytes=layer.router.nbytes,
+                )  # fmt: skip
+                ops.add_rms_norm(
+                    stream, None if layer is layers[0] else delta, layer.gain, eps=1e-6, out=normed, count=count
+                )
+                ops.linear(normed, router, bias=None, out=logits, count=count)
+                ops.route(logits, ROUTING, bias=None, ids=ids, weights=weights, count=count)
+                ops.experts(
+                    normed,
+                    ids,
+                    weights,
+                    *routed,
+                    activation="silu",
+                    gate_up_bias=None,
+                    down_bias=None,
+                    out=delta,
+                    count=count,
+                )
+                ops.gated_linear(normed, gate_up, activation="silu", bias=None, out=gated, count=count)
+                ops.linear(gated, down, bias=None, out=beside, count=count)
+                ops.add(delta, beside, gate=None, out=None, count=count)
+            ops.add_rms_norm(stream, delta, layers[0].gain, eps=1e-6, out=out, count=count)
+        return tape
+
+    tapes = {name: record(ops) for name, ops in sets.items()}
+    for tokens in SHARED_SIZES:
+        bucket = Bucket(tokens=tokens, rows=tokens, singles=True, longest=64)
+        programs = {name: tape.program(bucket) for name, tape in tapes.items()}
+        distinct = m.experts * (1 - (1 - m.chosen / m.experts) ** tokens)
+        each = 2 if layout == "bf16" else 1
+        read = layers[0].read_bytes(1) * distinct + 3.0 * m.shared * m.hidden * each + 2.0 * m.experts * m.hidden
+
+        def both(programs=programs, tokens=tokens) -> float:
+            """Two streams against one: the same bits are wanted."""
+            found = []
+            for program in programs.values():
+                stream.copy_(start)
+                program.run()
+                torch.cuda.synchronize()
+                found.append(out[:tokens].clone())
+            return difference(found[1], found[0])
+
+        for name, program in programs.items():
+
+            def call(program=program, tokens=tokens) -> None:
+                if bench.dry:
+                    for launch in program.launches:
+                        if "pdl" in launch.options:
+                            launch.run()
+                    return
+                stream[:tokens].copy_(start[:tokens])
+                program.run()
+
+            text = f"shared {layout} T={tokens}, {SHARED_LAYERS} layers"
+            case = Case("shared", text, name, [call], bytes=SHARED_LAYERS * read, error=both if "two" in name else None)
+            yield Candidate(case, name == "one stream")
+
+
+def dense_matrix(bench: Bench, n: int, k: int, layout: str) -> PackedMatrix:
+    """A matrix of a layer beside the experts; gated where it is wider than deep."""
+    if layout == "bf16":
+        data: tuple[torch.Tensor, ...] = (bench.normal(n, k, scale=k**-0.5),)
+    else:
+        by = (n,) if layout == "fp8" else (n // blocks.ROWS, blocks.parts(k))
+        data = (
+            bench.normal(n, k, dtype=FP8, scale=100.0),
+            torch.full(by, k**-0.5 / 100, dtype=F32, device=bench.device),
+        )
+    return PackedMatrix(
+        layout=layout, n=n, k=k, bits=16, group=0, gated=n > k, data=data, nbytes=sum(part.nbytes for part in data)
+    )
+
+
 def all_candidates(bench: Bench, groups: list[str]) -> Iterator[Candidate]:
-    if "route" in groups:
-        yield from route_candidates(bench)
-    if "one" in groups:
-        yield from gemv_candidates(bench)
-    for fp8 in (False, True):
-        layer = Layer(bench, fp8=fp8)
-        if "one" in groups:
-            yield from one_candidates(bench, layer)
-        if "tiles" in groups:
-            yield from tile_candidates(bench, layer, SIZES if not fp8 else (8, 128, 1024))
-        if "layer" in groups:
-            yield from layer_candidates(bench, layer)
-        del layer
+    """The most telling first: what comes last is lost when time runs out."""
+
+    def settle() -> None:
         if not bench.dry and bench.device == "cuda":
             torch.cuda.empty_cache()
+
+    if "shared" in groups:
+        for layout in ("bf16", "fp8_block"):
+            yield from shared_candidates(bench, layout)
+            settle()
+    for group in ("layer", "one"):
+        for layout in LAYOUTS:
+            if group in groups:
+                layer = Layer(bench, layout=layout)
+                yield from (layer_candidates if group == "layer" else one_candidates)(bench, layer)
+                del layer
+                settle()
+    if "one" in groups:
+        yield from gemv_candidates(bench)
+    if "dense" in groups:
+        yield from dense_candidates(bench)
+        settle()
+    for layout in LAYOUTS:
+        if "tiles" in groups:
+            layer = Layer(bench, layout=layout)
+            yield from tile_candidates(bench, layer, SIZES if layout == "bf16" else (8, 128, 1024))
+            del layer
+            settle()
+    if "route" in groups:
+        yield from route_candidates(bench)
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -508,7 +775,9 @@ def all_candidates(bench: Bench, groups: list[str]) -> Iterator[Candidate]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="route,one,layer,tiles")
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-30b-a3b")
+    parser.add_argument("--only", default="shared,layer,one,dense,tiles,route")
+    parser.add_argument("--seconds", type=float, default=140.0, help="no candidate begins later than this")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--shards", type=int, default=0)
     parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
@@ -544,10 +813,12 @@ def main() -> None:
     limits = base.ceilings()
     print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
     rows: list[dict] = []
+    cut = False
 
     def save() -> None:
         if args.out:
             record = {
+                "model": MODEL.name, "cut": cut,
                 "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
                 "command": " ".join(sys.argv), "ceilings": limits, "ops": rows, "seconds": time.perf_counter() - began,
             }  # fmt: skip
@@ -570,6 +841,10 @@ def main() -> None:
 
     last = None
     for candidate in all_candidates(bench, groups):
+        if time.perf_counter() - began > args.seconds:
+            cut = True
+            print(f"# time is over: {candidate.case.op} and what follows is left out", flush=True)
+            break
         result = asdict(base.measured(candidate.case, limits)) | {"off": candidate.off}
         if last is not None and last != result["op"]:
             report(last)

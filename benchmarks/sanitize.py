@@ -7,7 +7,8 @@
 
 Set PYTORCH_NO_CUDA_MEMORY_CACHING=1 as well: then every tensor is allocated by itself, and what lies beyond it is nobody's.
 Sizes are ragged on purpose: rows, columns and keys that are no multiple of a tile. Results are checked for NaN only; tests/gpu and
-tests/kernels know the truth.
+tests/kernels know the truth. `latent` and `blocks` are those tests themselves, run in this process: their kernels have no group here.
+With --budget no group begins after so many seconds, and those left out are named.
 """
 
 from __future__ import annotations
@@ -16,21 +17,30 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import torch
 
-from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, shared, skinny, step
+from tradewind.kernels.ops import LowRankBank, PackedMatrix, Routing
+from tradewind.kernels.triton import decode, elementwise, low_rank, norm, prefill, rope, shared, skinny, step
 from tradewind.kernels.triton import sample as sampling
+from tradewind.kernels.triton.ops import CudaOps
+from tradewind.kernels.triton.tape import Bucket
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig
 
 BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 
 
-class Small:
-    """Small tensors on one device."""
+class CutError(Exception):
+    """A group was begun and not ended: no time was left."""
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+
+class Small:
+    """Small tensors on one device; by time.perf_counter nothing begins after `deadline`."""
+
+    def __init__(self, device: str, *, deadline: float) -> None:
+        self.device, self.deadline = device, deadline
 
     def normal(self, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(dtype)
@@ -148,7 +158,6 @@ def attention(make: Small) -> None:
                     qkv, k, v, angles=angles, q_weight=gain, k_weight=gain, eps=1e-6, early=early, config=config, arrived=arrived, **common
                 )  # fmt: skip
             checked(out)
-        together(make, heads=heads, groups=groups, dim=dim, kv=kv)
         starts, tokens = make.ints([0, 1, 41, 141]), 141
         q, many = make.normal(tokens, heads * dim), make.normal(tokens, heads * dim)
         configs = [
@@ -224,26 +233,157 @@ def sampler(make: Small) -> None:
     )
 
 
+def shared_prefix(make: Small) -> None:
+    for kv in (BF16, FP8):
+        together(make, heads=8, groups=2, dim=128, kv=kv)
+
+
+def numbers(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def eagerly_and_recorded(ops: CudaOps, call: Callable[[], None], *, tokens: int, adapted: bool = False) -> None:
+    """The call at once, and as a program of a bucket, where neighbours are fused."""
+    call()
+    with ops.record() as tape:
+        call()
+    tape.program(Bucket(tokens=tokens, rows=tokens, singles=True, longest=64, adapted=adapted)).run()
+
+
+def mixture(make: Small) -> None:
+    """Routing, sorting and experts; one token, few, and so many that they are sorted; live tokens fewer than there is room for."""
+    experts, hidden, inner = 8, 96, 80
+    routings = (
+        (Routing(top_k=3), None),
+        (Routing(top_k=3, score="sigmoid", scale=2.5, groups=4, groups_kept=2, group_top=2), numbers(1, experts)),
+    )
+    for fp8, deterministic in ((False, False), (True, False), (False, True)):
+        ops = CudaOps(device=make.device, deterministic=deterministic)
+
+        def pack(values: np.ndarray, ops: CudaOps = ops, fp8: bool = fp8) -> object:
+            return ops.pack_fp8(values) if fp8 else ops.pack_matrix(values, compute="bf16")
+
+        pairs = [[pack(numbers(seed + 50 * n, inner, hidden, scale=0.1)) for n in (0, 1)] for seed in range(experts)]
+        gate_up = ops.pack_experts((ops.pack_gated(*pair) for pair in pairs), experts=experts)
+        down = ops.pack_experts(
+            (pack(numbers(seed, hidden, inner, scale=0.1)) for seed in range(experts)), experts=experts
+        )
+        biases = {"gate_up_bias": ops.constant(numbers(2, experts, 2 * inner)), "down_bias": None}
+        for tokens, live in ((1, 1), (5, 3), (37, 30)):
+            for routing, shift in routings:
+                bias = None if shift is None else ops.constant(shift)
+                sent(make, ops, (gate_up, down), (routing, bias), biases, sizes=(tokens, live, experts, hidden))
+
+
+def sent(
+    make: Small, ops: CudaOps, packed: tuple, router: tuple[Routing, torch.Tensor | None], biases: dict, *, sizes: tuple[int, ...]
+) -> None:  # fmt: skip
+    """So many tokens through a router and its experts."""
+    tokens, live, experts, hidden = sizes
+    routing, bias = router
+    x, out, logits = make.normal(tokens, hidden), make.normal(tokens, hidden), make.normal(tokens, experts, dtype=F32)
+    ids, weights, count = (
+        make.zeros(tokens, routing.top_k),
+        make.zeros(tokens, routing.top_k, dtype=F32),
+        make.ints([live]),
+    )
+
+    def call() -> None:
+        ops.route(logits, routing, bias=bias, ids=ids, weights=weights, count=count)
+        ops.experts(x, ids, weights, *packed, activation="silu", out=out, count=count, **biases)
+
+    eagerly_and_recorded(ops, call, tokens=tokens)
+    checked(out, weights)
+
+
+def adapters(make: Small) -> None:
+    """Low-rank changes of mixed ranks, tokens of several adapters and of none, inner sums in one piece and in two."""
+    ops, sizes, slots, rank = CudaOps(device=make.device), (70, 16, 33), 5, 24
+    for k in (48, 1100):
+        bank = ops.low_rank_bank(slots=slots, rank=rank, sizes=sizes, k=k, exact=False)
+        for slot in range(slots):
+            for part, n in enumerate(sizes):
+                own = (1, 8, rank, 0, 17)[slot]
+                ops.set_low_rank(bank, slot, part, numbers(slot, own, k, scale=k**-0.5), numbers(part, n, own))
+        weight = ops.pack_matrix(numbers(9, sum(sizes), k, scale=k**-0.5), compute="bf16")
+        for tokens, live in ((1, 1), (9, 7), (70, 70)):
+            changed(make, ops, bank, weight, tokens=tokens, live=live)
+    of_slot, slot, start = make.ints([3, -1, 0, 2]).view(4, 1), make.ints([2, 0, 1, 9]), make.ints([0, 3, 4, 6, 6])
+    low_rank.lay_out_adapters(slot, start, make.ints([3]), of_slot, out=make.zeros(9))
+
+
+def changed(make: Small, ops: CudaOps, bank: LowRankBank, weight: PackedMatrix, *, tokens: int, live: int) -> None:
+    """So many tokens, of every adapter in turn and of none, through a matmul and what is added to it."""
+    x, out, count = make.normal(tokens, bank.k), make.normal(tokens, weight.n), make.ints([live])
+    whose = make.ints([token % (bank.slots + 1) - 1 for token in range(tokens)])
+
+    def call() -> None:
+        ops.linear(x, weight, bias=None, out=out, count=count)
+        ops.add_low_rank(x, bank, whose, out=out, count=count)
+
+    eagerly_and_recorded(ops, call, tokens=tokens, adapted=True)
+    checked(out)
+
+
+def tests_of(name: str) -> Callable[[Small], None]:
+    """The kernel tests of that name, in this process, up to the first failure."""
+
+    def run(make: Small) -> None:
+        import pytest
+
+        root = Path(__file__).resolve().parents[1]
+        files = sorted(str(path) for path in (root / "tests" / "kernels").glob(f"test_triton_{name}*.py"))
+        if not files:
+            print(f"{name}: there are no such tests", flush=True)
+            return
+        words = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={root}"]
+        if make.deadline < float("inf"):
+            words.append(f"--session-timeout={max(1.0, make.deadline - time.perf_counter()):.0f}")
+        code = pytest.main([*words, *files])
+        if code and time.perf_counter() > make.deadline:
+            raise CutError
+        assert code == 0, f"pytest ended with {code!r}"
+
+    return run
+
+
 GROUPS: dict[str, Callable[[Small], None]] = {
     "attention": attention,
     "matmuls": matmuls,
+    "mixture": mixture,
+    "low_rank": adapters,
     "sampler": sampler,
+    "shared": shared_prefix,
     "small": small_kernels,
+    "latent": tests_of("latent"),
+    "blocks": tests_of("blocks"),
 }
+"""In the order in which they are run."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(GROUPS))
     parser.add_argument("--device", default="cuda", help="cpu: through the interpreter, to try this script")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no group is begun")
     args = parser.parse_args()
     torch.manual_seed(0)
+    deadline, left_out = time.perf_counter() + args.budget, []
     for name in args.only.split(","):
         began = time.perf_counter()
-        GROUPS[name](Small(args.device))
+        if began > deadline:
+            left_out.append(name)
+            continue
+        try:
+            GROUPS[name](Small(args.device, deadline=deadline))
+        except CutError:
+            left_out.append(f"a part of {name}")
         if args.device == "cuda":
             torch.cuda.synchronize()
         print(f"{name}: {time.perf_counter() - began:.1f} s", flush=True)
+    if left_out:
+        print(f"not run, no time was left: {', '.join(left_out)}", flush=True)
+    return 3 if left_out else 0
 
 
 if __name__ == "__main__":

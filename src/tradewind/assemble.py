@@ -9,10 +9,11 @@ Knows: which part needs which. Refuses to know: how any part works, and what peo
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ from tradewind.config.card import ModelCard
 from tradewind.config.card_reader import card_from_gguf, card_from_hf
 from tradewind.config.choices import device_wanted
 from tradewind.config.goals import Goals
-from tradewind.config.gpu_probe import why_no_cuda
+from tradewind.config.gpu_probe import hold_context, why_no_cuda
 from tradewind.config.hardware_probe import measure
 from tradewind.config.plan import Plan
 from tradewind.config.resolve import resolve
@@ -133,21 +134,33 @@ def read_tokenizer(checkpoint: Checkpoint) -> TextTokenizer:
     )
 
 
-def make_ops(plan: Plan) -> tuple[Ops, tuple[str, ...]]:
+def make_ops(plan: Plan, *, phases: Phases | None = None) -> tuple[Ops, tuple[str, ...]]:
     """The op set that the plan names, and what the user should know: that torch computes because the C++ library is not there, or that the
     weights are random."""
-    ops, notice = _ops_of(plan)
+    ops, notice = _ops_of(plan, phases or Phases())
     dummy = "The weights are random (load format dummy): answers mean nothing." if plan.load_format == "dummy" else None
     return ops, tuple(text for text in (notice, dummy) if text is not None)
 
 
-def _ops_of(plan: Plan) -> tuple[Ops, str | None]:
+def _ops_of(plan: Plan, phases: Phases) -> tuple[Ops, str | None]:
     numerics = plan.numerics
     if numerics.backend == "cuda":
-        from tradewind.kernels.triton.ops import CudaOps
-        from tradewind.quantization.blocks import dequantise
+        # Importing torch takes a second of Python's lock; what does without the lock goes on beside it.
+        _beside(phases, "context", hold_context)
+        with phases("triton"):
+            from tradewind.kernels.triton import compilers, early
 
-        return CudaOps(device="cuda", deterministic=numerics.deterministic, read_blocks=dequantise), None
+        sm = next((int(name[3:]) for name in plan.hardware.features if name.startswith("sm_")), 0)
+        _beside(phases, "compiler", lambda: early.warm(sm))
+        shapes = repr((plan.card, numerics, plan.schedule, plan.cache.groups, plan.hardware.name)).encode()
+        processes = compilers.wanted(shapes, cores=plan.hardware.cores, architecture=sm)
+        with phases("torch"):
+            from tradewind.kernels.triton.ops import CudaOps
+            from tradewind.quantization.blocks import dequantise
+        with phases("card"):
+            ops = CudaOps(device="cuda", deterministic=numerics.deterministic, read_blocks=dequantise)
+        ops.compilers = processes
+        return ops, None
     terms = 2 if numerics.compute == "int16" else 1
     from tradewind.kernels.cpu import library
 
@@ -164,6 +177,28 @@ def _ops_of(plan: Plan) -> tuple[Ops, str | None]:
     pinned = any(reason.choice == "backend" and reason.pinned for reason in plan.reasons)
     notice = f"{why[0].upper()}{why[1:]}; until then torch computes, many times slower." if why and not pinned else None
     return PlainOps(read_blocks=dequantise, activation_terms=terms), notice
+
+
+def _beside(phases: Phases, name: str, work: Callable[[], object]) -> None:
+    """Does the work in a thread that nobody waits for."""
+
+    def run() -> None:
+        with phases.beside(name):
+            work()
+
+    threading.Thread(target=run, name=f"tradewind-{name}", daemon=True).start()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """The block makes a million objects that stay (modules, programs): looking for garbage among them again and again is a tenth of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def make_executor(
@@ -308,7 +343,7 @@ def _on_gpu(
     rows = [rows for rows in FIRST_ROWS if rows <= plan.schedule.max_running]
     tokens = [tokens for tokens in FIRST_TOKENS if tokens <= plan.schedule.max_tokens_per_step]
     with phases("kernels"):
-        runner.prepare(rows, prompt_sizes=tokens, threads=min(16, plan.hardware.cores))
+        runner.prepare(rows, prompt_sizes=tokens, threads=min(16, plan.hardware.cores), measure=phases)
     with phases("graphs"):
         runner.warm(rows, prompt_sizes=tokens)
     runner.prepare_rest()
@@ -372,11 +407,14 @@ def build_planned(
     _check_tokenizer(planned.checkpoint)
     # Tokenizer and weights load side by side: the one is the tokenizers library's work, the other C++.
     made: list[TextTokenizer | BaseException] = []
-    reading = threading.Thread(target=lambda: made.append(_caught(planned.checkpoint)), name="tradewind-tokenizer")
-    with ExitStack() as undo:
+    reading = threading.Thread(
+        target=lambda: made.append(_caught(planned.checkpoint)), name="tradewind-tokenizer", daemon=True
+    )
+    with uncollected(), ExitStack() as undo:
         reading.start()
-        undo.callback(reading.join)
-        ops, notices = make_ops(plan)
+        # Not for ever: Ctrl-C in the middle of an import can leave Python's lock of that module held, which the thread then waits for.
+        undo.callback(reading.join, 5.0)
+        ops, notices = make_ops(plan, phases=phases)
         undo.callback(getattr(ops, "close", _nothing))
         grammars = GrammarCompiler(lambda: vocabulary_of(_tokenizer_of(made), plan), vocab_size=plan.card.vocab_size)
         executor = make_executor(planned, ops, phases=phases, progress=progress, grammars=grammars, adapters=adapters)
@@ -405,8 +443,8 @@ def build_client(planned: Planned, *, sinks: Sequence[Sink] = (), phases: Phases
     """The engine without a tokenizer, for token ids only: what a folder with nothing but a config.json allows. No grammars."""
     phases = phases or Phases()
     plan = planned.plan
-    with ExitStack() as undo:
-        ops, _ = make_ops(plan)
+    with uncollected(), ExitStack() as undo:
+        ops, _ = make_ops(plan, phases=phases)
         undo.callback(getattr(ops, "close", _nothing))
         executor = make_executor(planned, ops, phases=phases)
         undo.callback(executor.close)

@@ -26,6 +26,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     goals.add_argument("--memory-limit", metavar="SIZE", help="ceiling for everything, e.g. 2GiB")
     goals.add_argument("--max-context", type=whole, metavar="TOKENS", help="prompt and answer together")
+    goals.add_argument(
+        "--slowdown",
+        type=float,
+        metavar="TIMES",
+        help="how many times as long as without prompts a step of running answers may take, e.g. 2",
+    )
     means = parser.add_argument_group("means (chosen for you, with reasons, unless pinned here)")
     means.add_argument(
         "--backend", choices=["cpu", "cuda", "plain"], help="the C++ ops, Triton on a GPU, or torch (slow, any machine)"
@@ -73,6 +79,7 @@ def goals_of(arguments: argparse.Namespace) -> Goals:
         scenario=arguments.scenario,
         memory_limit_bytes=None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit),
         max_context=arguments.max_context,
+        slowdown=arguments.slowdown,
         means=Means(
             backend=arguments.backend,
             compute=arguments.compute,

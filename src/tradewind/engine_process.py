@@ -12,6 +12,7 @@ It lives exactly as long as somebody holds the other end: when the front is gone
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -224,6 +225,7 @@ def why_not_adapter(loop: EngineLoop, key: str) -> str | None:
 
 def build_model(start: Start, link: Link[Order]) -> Built:
     """An engine with a model: the parts that `assemble` makes, without the text tools, which the front has."""
+    gc.disable()  # a million objects are made now, and stay: looking for garbage among them is a tenth of a start
     phases = Phases(began_s=start.began_s)
     with phases("engine process"):
         from tradewind.assemble import make_executor, make_loop, make_ops, make_plan, read_tokenizer, vocabulary_of
@@ -235,7 +237,7 @@ def build_model(start: Start, link: Link[Order]) -> Built:
     plan = planned.plan
     link.send(Located(path=str(planned.path), plan=plan))
     with phases("ops"):
-        ops, notices = make_ops(plan)
+        ops, notices = make_ops(plan, phases=phases)
     # This process needs the tokenizer for grammars only. It is read in a thread, beside the weights: with the first grammar it
     # would hold up everybody's steps.
     grammars = GrammarCompiler(
@@ -249,6 +251,8 @@ def build_model(start: Start, link: Link[Order]) -> Built:
     with phases("grammars"):
         warm.exception()  # without the extra there is one; it is told to the requests that need a grammar
     ready = Ready(schedule=plan.schedule, cache=plan.cache, phases=_spans(phases), notices=notices)
+    gc.freeze()  # nor is it looked for among them while steps run
+    gc.enable()
     return Built(loop=loop, ready=ready)
 
 

@@ -1,6 +1,6 @@
 """Start-up in named phases whose times add up.
 
-Knows: what each phase took, and when this process began. Refuses to know: what the phases do.
+Knows: what each phase took, what ran beside them, and when this process began. Refuses to know: what the phases do.
 """
 
 from __future__ import annotations
@@ -27,10 +27,24 @@ class Phases:
         """`began_s`: when the first phase began, by `time.perf_counter`; None is now."""
         self._last = time.perf_counter() if began_s is None else began_s
         self.done: list[Phase] = []
+        self.besides: list[Phase] = []
+        """What other threads did meanwhile: part of no phase and of no total."""
+
+    @contextmanager
+    def beside(self, name: str) -> Iterator[None]:
+        """Measures what the block takes in a thread of its own, beside the phases."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.besides.append(Phase(name=name, seconds=time.perf_counter() - began))
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Measures what the block takes, from the end of the phase before; a second block of one name is added to the first."""
+        """Measures what the block takes, from the end of the phase before; a second block of one name is added to the first.
+
+        A phase inside the block takes its part away from it.
+        """
         try:
             yield
         finally:
@@ -50,9 +64,15 @@ class Phases:
         return sum(phase.seconds for phase in self.done)
 
     def text(self) -> str:
-        """One line: the total and its parts in the order in which they began; what took under 5 ms is left out of the parts."""
-        parts = ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in self.done if phase.seconds >= 0.005)
+        """One line: the total, its parts in the order in which they ended, and what ran beside them; what took under 5 ms is left out."""
+        parts = _listed(self.done)
+        if besides := _listed(self.besides):
+            parts += f"; beside them {besides}"
         return f"ready in {self.total_s:.2f} s ({parts})" if parts else f"ready in {self.total_s:.2f} s"
+
+
+def _listed(phases: list[Phase]) -> str:
+    return ", ".join(f"{phase.name} {phase.seconds:.2f}" for phase in phases if phase.seconds >= 0.005)
 
 
 def process_began_s() -> float:

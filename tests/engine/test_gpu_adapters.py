@@ -22,6 +22,8 @@ from tradewind.assemble import Engine
 from tradewind.config.adapter_files import look_at
 from tradewind.config.goals import AdapterRoom
 from tradewind.contract.request import Request, SamplingParams
+from tradewind.kernels.triton import low_rank_tile
+from tradewind.kernels.triton.tuning import TileConfig, Tuning
 from tradewind.serving.intake import Intake, Limits
 
 NEW = 2
@@ -78,13 +80,34 @@ def agrees(oracle: Any, prompt: list[int], answer: tuple[int, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("means", [{}, {"deterministic": True}])
-def test_each_sequence_has_its_own(tiny: Tiny, means: dict[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SmallTiles(Tuning):
+    """Tiles for the tiny model's widths, so that few tokens' additions are a part of them (low_rank_tile.py)."""
+
+    def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
+        return None if rows > self.tile_rows or depth % 16 else TileConfig(16, 32, 16, 1, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "means",
+    [{}, {"deterministic": True}, {"tuning": SmallTiles(multiprocessors=132, tile_rows=16)}],
+    ids=["", "exact", "tiles"],
+)
+def test_each_sequence_has_its_own(tiny: Tiny, means: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two adapters and none in the same steps, then one alone, then nobody's: steps with and without adapters are other programs."""
+    launched = []
+    kernel = low_rank_tile.adapted_linear
+
+    def counted(*given: Any, **options: Any) -> None:
+        launched.append(len(given[0]))
+        kernel(*given, **options)
+
+    monkeypatch.setattr(low_rank_tile, "adapted_linear", counted)
     with gpu_engine_of(tiny.folder, adapters=AdapterRoom(slots=2, rank=20), **means) as engine:
         together = [asked(engine, tiny.key(index), prefix=f"m{index}") for index in (0, 2, 1)]
         got = answers(engine, [request for row in zip(*together, strict=True) for request in row])
         alone = {index: answers(engine, asked(engine, tiny.key(index), prefix=f"a{index}")) for index in (1, 2)}
+    assert bool(launched) == ("tuning" in means), "whether tiles add"
     for place, index in enumerate((0, 2, 1)):
         for prompt, answer in zip(PROMPTS, got[place::3], strict=True):
             assert agrees(tiny.oracles[index], prompt, answer), (index, answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_a_shared_prefix_is_read_once_and_the_logits_stay(tmp_path: Path) -> Non
     prefix, own = prompts(1, seed=5, low=50, high=51)[0], prompts(3, seed=6, low=3, high=5)
     found = []
     tuning = Tuning(multiprocessors=132, fuse_rope_rows=0, shared_rows=2)
-    for ways in (None, AttentionWays(shared_prefix=32)):
+    for ways in (AttentionWays(shared_prefix=None), AttentionWays(shared_prefix=32)):
         with gpu_engine_of(folder, ways=ways, tuning=tuning, max_tokens_per_step=96) as engine:
             first = run_with_events(engine, requests(engine, [prefix], LOGPROBS))  # publishes three pages
             asked = requests(engine, [prefix + tail for tail in own], LOGPROBS, prefix="s")
@@ -153,8 +154,8 @@ def test_a_shared_prefix_is_read_once_and_the_logits_stay(tmp_path: Path) -> Non
             late = engine.client.submit(asked[2])  # its prompt joins rows that decode
             found.append([first[0][1], *(list(handle) for handle in (*handles, late))])
             sharing = {bucket.singles for bucket in buckets_of(engine) if bucket.shared}
-            assert sharing == (set() if ways is None else {True, False})
-            if ways is not None:
+            assert sharing == ({True, False} if ways.shared_prefix else set())
+            if ways.shared_prefix:
                 runner = engine.client.loop._executor._runner
                 counted = {
                     group.kind: int(runner._programs.found(rows)[0])
@@ -181,12 +182,12 @@ def test_prompts_that_begin_beside_one_that_goes_on(llama: Path, monkeypatch: py
     with_flash_attention(monkeypatch, object())
     asked = [*prompts(2, seed=8, low=30, high=31), *prompts(2, seed=9, low=14, high=16)]
     found = []
-    for ways in (None, AttentionWays(partly_fresh=2, mixed_rows=(2, 3))):
+    for ways in (AttentionWays(partly_fresh=None), AttentionWays(partly_fresh=2, mixed_rows=(2, 3))):
         with gpu_engine_of(llama, prefix_cache=False, ways=ways) as engine:
             found.append([events for _, events in run_with_events(engine, requests(engine, asked, LOGPROBS))])
             kinds = {bucket.fresh for bucket in buckets_of(engine) if not bucket.singles}
-            assert ("some" in kinds) == (ways is not None) and "all" in kinds
-            if ways is not None:
+            assert ("some" in kinds) == bool(ways.partly_fresh) and "all" in kinds
+            if ways.partly_fresh:
                 assert {bucket.rows for bucket in buckets_of(engine) if not bucket.singles} & {2, 3}
                 runner = engine.client.loop._executor._runner
                 text = next(
@@ -308,3 +309,50 @@ def test_broken_weights_end_the_request_with_a_reason(llama: Path, tmp_path: Pat
     assert handle.last is not None and handle.last.finish == "error"
     assert handle.last.error == "the model's logits are not finite"
     assert VOCAB == 260
+
+
+def test_few_tokens_of_a_long_prompt_are_cut_over_its_keys(llama: Path) -> None:
+    """A prompt that goes on, alone and beside rows that decode, and one that begins behind it: the same answers, cut or not."""
+    long, *others = *prompts(1, seed=11, low=80, high=81), *prompts(3, seed=12, low=8, high=20)
+    found = []
+    for ways in (None, AttentionWays(split_prompts=32)):
+        tuning = Tuning(multiprocessors=132, split_keys=16)
+        with gpu_engine_of(llama, prefix_cache=False, ways=ways, tuning=tuning, max_tokens_per_step=24) as engine:
+            alone = run_with_events(engine, requests(engine, [long], LOGPROBS))[0][1]
+            handles = [engine.client.submit(request) for request in requests(engine, others[:2], LOGPROBS, prefix="x")]
+            while not all(handle.tokens for handle in handles):
+                assert engine.client.drive()
+            late = [
+                engine.client.submit(request) for request in requests(engine, [long, others[2]], LOGPROBS, prefix="y")
+            ]
+            found.append([alone, *(list(handle) for handle in (*handles, *late))])
+            deep = {(bucket.rows == 1, bucket.deep) for bucket in buckets_of(engine) if bucket.deep}
+            assert bool(deep) == (ways is not None)
+            if ways is not None:
+                assert {(True, 1), (False, 1)} <= deep, deep
+                runner = engine.client.loop._executor._runner
+                texts = [p.describe() for key, p in runner._programs._programs.items() if getattr(key[1], "deep", 0)]
+                assert texts and all("splits=32" in text for text in texts)
+            assert nothing_is_held_by(engine)
+    close_to(*found)
+
+
+def test_graphs_captured_ahead_give_the_same_answers(llama: Path) -> None:
+    if INTERPRETED:
+        pytest.skip("captures need a GPU")
+    asked = prompts(6, low=10, high=20)
+    found = []
+    for wait in (False, True):
+        with gpu_engine_of(llama, prefix_cache=False) as engine:
+            runner = engine.client.loop._executor._runner
+            if wait:
+                deadline = time.monotonic() + 60
+                while not (runner.prepared and runner.captured_ahead):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                assert runner._ahead.error is None and len(runner._graphs) > 8
+            captures = runner.captures
+            found.append(answers(engine, requests(engine, asked, GREEDY)))
+            if wait:
+                assert runner.captures - captures <= 4, "prompts and decode steps were captured before"
+    assert found[0] == found[1]

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("file", ["test_gpu_adapters.py", "test_gpu_engine.py", "test_gpu_moe.py"])
+@pytest.mark.parametrize("file", ["test_gpu_adapters.py", "test_gpu_engine.py", "test_gpu_mla.py", "test_gpu_moe.py"])
 def test_the_engine_through_the_interpreter(file):
     pytest.importorskip("triton")
     found = subprocess.run(

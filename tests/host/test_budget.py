@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tradewind.engine.budget import aligned_chunk, room_for_more, split
+from tradewind.engine.budget import aligned_chunk, room_for_more, split, split_in_order
 
 PROMPTS = st.lists(st.tuples(st.integers(0, 100), st.integers(1, 300)), max_size=8)
 
@@ -38,3 +38,11 @@ def test_newcomers_find_room_behind_long_prompts_but_not_behind_many_short_ones(
     assert room_for_more([(0, 256), (0, 128), (0, 64)], 512) == 64
     assert room_for_more([(0, 100_000)] * 12, 512) == 0
     assert room_for_more([], 0) == 0
+
+
+def test_a_step_begins_no_sliver_of_a_prompt_behind_others() -> None:
+    """Two whole prompts of 4096 and 450 tokens of room: the third waits. A medium one behind a huge one gets its part all the same."""
+    assert split([(0, 4096)] * 3, 8642, page_tokens=64) == [4096, 4096, 0]
+    assert split_in_order([(0, 4096)] * 3, 8642, page_tokens=64) == [4096, 4096, 0]
+    assert split([(0, 10000), (0, 3000)], 512, page_tokens=16) == [256, 256]
+    assert split([(0, 700), (0, 800)], 1100, page_tokens=64) == [512, 576]  # most of it: worth its price

@@ -287,7 +287,8 @@ def test_the_high_class_keeps_its_target_under_overload_and_all_is_given_back(po
         one.run(load)
     kept, lost = with_ladder.attained("high"), without.attained("high")
     # Without preemption the protected wait for slots that others have, each time that a rung is tried without.
-    assert kept >= (0.95 if policy == "priority" else 0.85) and lost < 0.8, (kept, lost)
+    # With priorities the engine without a ladder loses less, since no step begins slivers of the low class's prompts.
+    assert kept >= (0.95 if policy == "priority" else 0.85) and lost < kept - 0.1, (kept, lost)
     degrader = with_ladder.degrader
     assert degrader is not None and degrader.changes, "it was needed"
     now = with_ladder.clock.now()

@@ -321,6 +321,23 @@ def test_configs_have_the_size_of_their_models(scripts: SimpleNamespace, name: s
     assert (sizes["linear_params"] + tables) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "active", "kept"),
+    [("qwen3-30b-a3b", 30.53, 3.34, 2 * 48 * 2 * 4 * 128), ("deepseek-v2-lite", 15.71, 2.66, 2 * 27 * 576)],
+)
+def test_mixtures_count_what_a_token_meets(
+    scripts: SimpleNamespace, name: str, billions: float, active: float, kept: int
+) -> None:
+    sizes = scripts.suite.sizes_of(config(name), quantization="none", kv_format="bf16")
+    assert (sizes["total_params"] + 2 * sizes["head_params"]) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert (sizes["linear_params"] + 2 * sizes["head_params"]) / 1e9 == pytest.approx(active, rel=0.02)
+    assert sizes["kv_bytes_per_token"] == kept
+    read = scripts.figures.weight_bytes
+    assert read(sizes, 1) == pytest.approx(sizes["weight_bytes_per_token"])
+    assert read(sizes, 10_000) == pytest.approx(2 * (sizes["total_params"] + sizes["head_params"]))
+    assert read(sizes, 4) < read(sizes, 8)
+
+
 def test_goals_pin_only_what_was_asked(scripts: SimpleNamespace) -> None:
     goals = scripts.suite.goals_of(scripts.suite.parsed(["--model", "llama-3.1-8b"]))
     assert goals.means == Means(backend="cuda", load_format="dummy")

@@ -124,6 +124,8 @@ def test_it_converges_to_what_steps_take() -> None:
             prefill_tokens=chunk,
             decode_context=context,
             prefill_context=chunk * start + chunk * (chunk + 1) // 2,
+            prefill_rows=int(chunk > 0),
+            prefill_keys=(start + chunk) * (chunk > 0),
             logit_rows=rows + (chunk > 0),
         )
         found = seconds(rows=rows, context=context, chunk=chunk, start=start)
@@ -182,15 +184,18 @@ SECONDS = FittedSeconds(FITTED, prior=PRIOR, scale=1.3)
 
 def test_within_what_was_fitted_it_is_the_model() -> None:
     features = Features(
-        tokens=36, rows=5, prefill_tokens=32, decode_context=400, prefill_context=528 + 320, logit_rows=5
-    )
+        tokens=36, rows=5, prefill_tokens=32, decode_context=400, prefill_context=528 + 320, prefill_rows=1, prefill_keys=42,
+        logit_rows=5,
+    )  # fmt: skip
     assert FITTED.trustworthy(features)
     assert SECONDS(rows=4, context=400, chunk=32, start=10) == pytest.approx(FITTED.device_s(features), rel=1e-12)
 
 
 def test_beyond_it_the_prior_goes_on_from_the_edge() -> None:
     """A chunk of ten times what was seen: what the prior says it costs more is added, scaled as the fitted steps are to the prior."""
-    long = Features(tokens=600, rows=1, prefill_tokens=600, prefill_context=600 * 601 // 2, logit_rows=1)
+    long = Features(
+        tokens=600, rows=1, prefill_tokens=600, prefill_context=600 * 601 // 2, prefill_rows=1, prefill_keys=600, logit_rows=1
+    )  # fmt: skip
     assert not FITTED.trustworthy(long) and "not trustworthy here" in (FITTED.why_not(long) or "")
     found = SECONDS(rows=0, context=0, chunk=600, start=0)
     high = FITTED.high
@@ -198,6 +203,8 @@ def test_beyond_it_the_prior_goes_on_from_the_edge() -> None:
         tokens=round(high.prefill_tokens * 1.05),
         rows=1,
         prefill_context=round(high.prefill_context * 1.05),
+        prefill_rows=1,
+        prefill_keys=round(high.prefill_keys * 1.05),
         logit_rows=1,
     )
     more = 1.3 * (PRIOR.device_s(long) - PRIOR.device_s(edge))

@@ -54,7 +54,7 @@ def test_defaults_on_a_gpu() -> None:
     assert (n.graphs, n.tape, n.deterministic, n.threads) == (True, False, False, 1)
     assert (plan.cache.page_tokens, plan.cache.prefix_cache, plan.load_format) == (64, True, "auto")
     schedule = plan.schedule
-    assert (schedule.max_tokens_per_step, schedule.max_running, schedule.max_context) == (8192, 512, 131072)
+    assert (schedule.max_tokens_per_step, schedule.max_running, schedule.max_context) == (8192 + 512, 512, 131072)
     assert schedule.steps_in_flight == 2
     assert set(Means.__struct_fields__) <= {item.choice for item in plan.reasons}
     assert all(item.why and item.value for item in plan.reasons)
@@ -228,7 +228,7 @@ def test_pages_take_what_the_limit_leaves() -> None:
 
 def test_the_ledger_is_the_sum_of_the_buffers() -> None:
     """The same shapes, added up another way: buffer by buffer as the runner and the op set allocate them."""
-    card, tokens, rows, context = LLAMA_8B, 8192, 512, 131072
+    card, tokens, rows, context = LLAMA_8B, 8192 + 512, 512, 131072
     plan = planned()
     e, f, v, h, g, d = card.hidden, card.intermediate, card.vocab_size, card.heads, card.kv_heads, card.head_dim
     layer = 2 * ((h + 2 * g) * d * e + h * d * e + 3 * e * f) + 4 * 2 * e
@@ -249,7 +249,13 @@ def test_the_ledger_is_the_sum_of_the_buffers() -> None:
     assert line(plan, "logits") == 4 * rows * v
     pages = context // 64 + 1 + 3  # in fours
     assert line(plan, "slots") == 4 * rows * (context + 4 + 2 * pages + 32)
-    assert line(plan, "workspaces") == 4 * 4 * rows * h * (d + 2) + 2 * 32 * MiB
+    cut = (
+        4 * 2 * 132 * 128
+    )  # prompts cut over their keys: tokens x packed heads of four times the programs that run at once
+    assert line(plan, "workspaces") == 4 * max(4 * rows * h, 64 * 32 * h, cut) * (d + 2) + 2 * 32 * MiB
+    assert line(plan, "shared keys") == 4 * max(rows * h, 2 * 132 * 64) * (d + 2), (
+        "parts of all rows, or of what runs at once"
+    )
 
 
 def test_a_tied_head_is_counted_once_and_fp8_twins_are_counted() -> None:

@@ -89,6 +89,8 @@ def made_up_steps(count: int, *, seed: int, noise: float = 0.0, most: int = 256)
                 prefill_tokens=chunk,
                 decode_context=int(rows * draw.integers(10, 1500)),
                 prefill_context=chunk * start + chunk * (chunk + 1) // 2,
+                prefill_rows=int(chunk > 0),
+                prefill_keys=(start + chunk) * (chunk > 0),
                 logit_rows=rows + int(draw.random() < 0.5) * (chunk > 0),
             )
         )
@@ -123,8 +125,17 @@ def test_features_of_a_mixed_step() -> None:
     )
     # Decode rows read 11 and 100 tokens. The chunks' tokens see 1+2+3+4+5 and 65+66+67.
     assert got == Features(
-        tokens=10, rows=4, prefill_tokens=8, decode_context=111, prefill_context=15 + 198, logit_rows=3
-    )
+        tokens=10, rows=4, prefill_tokens=8, decode_context=111, prefill_context=15 + 198, prefill_rows=2, prefill_keys=5 + 67,
+        logit_rows=3,
+    )  # fmt: skip
+
+
+def test_a_chunk_reads_the_keys_that_its_layers_keep() -> None:
+    """64 keys before a chunk of 3: all of them, those of a window of 10 with its own, those since the last multiple of 10."""
+    groups = {"full": group(), "window": group(window=10), "chunk": group(window=Chunk(10))}
+    kept = {name: FeatureReader(groups=[one], slots=4) for name, one in groups.items()}
+    found = {name: reader.read(step([(64, 3, 0, Wants.LAST)])).prefill_keys for name, reader in kept.items()}
+    assert found == {"full": 67, "window": 12, "chunk": 7}
 
 
 def test_features_of_decode_rows_take_the_short_way_to_the_same() -> None:

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 from tests.host.plans import GEMMA_270M, SMOLLM2, MiB, bf16, gpu  # noqa: E402
 from tradewind.attention.backend import choose_backend  # noqa: E402
 from tradewind.config import ledger_cuda  # noqa: E402
-from tradewind.config.card import ModelCard, MoeFacts  # noqa: E402
-from tradewind.config.card_parts import every_nth_full  # noqa: E402
+from tradewind.config.card import LatentFacts, ModelCard, MoeFacts  # noqa: E402
+from tradewind.config.card_parts import every_nth_full, with_weights  # noqa: E402
 from tradewind.config.goals import Goals, Means  # noqa: E402
 from tradewind.config.resolve import resolve  # noqa: E402
 from tradewind.device.kv import KVStorage  # noqa: E402
@@ -53,6 +53,16 @@ CARDS["shared"] = bf16(
         moe=msgspec.structs.replace(EXPERTS, shared_intermediate=256, shared_gate=True, layers=(False, True, True)),
     )
 )  # fmt: skip
+for kind in ("untied", "shared"):
+    CARDS[f"{kind}, fp8 by blocks"] = with_weights(CARDS[kind], tensors=None, assumed="BF16", fp8_blocks=True)
+CARDS["latent"] = bf16(
+    msgspec.structs.replace(
+        CARDS["untied"], family="deepseek_v2", qkv_bias=False, name="latent", kv_heads=8, head_dim=48,
+        latent=LatentFacts(rank=128, rope=16, nope=32, value=32, query_rank=64),
+        rope=msgspec.structs.replace(CARDS["untied"].rope, rotary_dims=16),
+        moe=msgspec.structs.replace(EXPERTS, shared_intermediate=256, layers=(False, True, True)),
+    )
+)  # fmt: skip
 NOT_TENSORS = {"CUDA", "graphs", "rounding"}
 """Lines that are the driver's and the allocator's own, known from a card only."""
 
@@ -76,7 +86,7 @@ def built(card: ModelCard, **means: Any) -> Iterator[tuple[Any, dict[str, int]]]
     """A plan, and bytes by part of an engine that was built from it: weights, pages, everything else."""
     goals = Goals(
         model=card.name,
-        memory_limit_bytes=900 * MiB,
+        memory_limit_bytes=1200 * MiB,
         means=Means(max_running=64, max_tokens_per_step=2048, load_format="dummy", **means),
     )
     plan = resolve(goals, card, gpu())
@@ -109,6 +119,8 @@ def built(card: ModelCard, **means: Any) -> Iterator[tuple[Any, dict[str, int]]]
     for tokens, rows, singles in ((2048, 64, False), (64, 64, True), (16, 16, True), (1, 1, True)):
         bucket = Bucket(tokens=tokens, rows=rows, singles=singles, longest=longest)
         runner._programs.program("body", bucket)
+    if runner._sharing.wanted:
+        runner._programs.program("body", Bucket(tokens=64, rows=64, singles=True, longest=longest, shared=True))
     head = Bucket(tokens=64, rows=64, singles=True, longest=1)
     runner._programs.program("head", head)
     rest = {place: size for place, size in new().items() if place not in weights and place not in pages}

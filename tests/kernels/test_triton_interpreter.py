@@ -16,7 +16,11 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "file",
     [
+        "test_triton_blocks.py",
         "test_triton_kernels.py",
+        "test_triton_lanes.py",
+        "test_triton_latent.py",
+        "test_triton_long.py",
         "test_triton_low_rank.py",
         "test_triton_moe.py",
         "test_triton_ops.py",

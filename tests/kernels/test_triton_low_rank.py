@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ elif not torch.cuda.is_available():
 
 from tests.kernels.test_triton_ops import (  # noqa: E402
     BF16_TOLERANCE,
+    DEVICE,
+    TILES,
     buffer,
     difference,
     live,
@@ -31,9 +34,11 @@ from tests.kernels.test_triton_ops import (  # noqa: E402
     seen,
 )
 from tradewind.kernels import reference, reference_lora  # noqa: E402
-from tradewind.kernels.triton import low_rank  # noqa: E402
+from tradewind.kernels.ops import LowRankBank  # noqa: E402
+from tradewind.kernels.triton import low_rank, low_rank_tile, skinny  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
 from tradewind.kernels.triton.tape import Bucket  # noqa: E402
+from tradewind.kernels.triton.tuning import TileConfig, tuned  # noqa: E402
 
 SLOTS, RANK = 5, 24
 SIZES = (70, 16, 33)
@@ -150,3 +155,230 @@ def test_adapters_of_tokens_follow_their_rows() -> None:
     out = ops.constant(np.full(9, 7, np.int32))
     low_rank.lay_out_adapters(slot, start, ops.constant(live(3)), of_slot, out=out)
     assert ops.host(out).tolist() == [0, 0, 0, 3, -1, -1, -1, -1, -1]
+
+
+# ------------------------------------------------------------------------------------------------- in the matmul's tiles
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a matmul with additions: who is in the step, how K is cut for W (`split`) and for A (`pieces`)."""
+
+    tokens: int
+    k: int
+    sizes: tuple[int, ...]
+    slots: int
+    rank: int
+    split: int = 1
+    pieces: int = 1
+    gated: bool = False
+    fp8: bool = False
+    only: int | None = None
+    """The adapter of all tokens; else mixed, with tokens that have none."""
+    tile: tuple[int, int, int] = (16, 32, 32)
+
+
+SMALL = [
+    Shape(9, 64, (70, 16, 33), slots=5, rank=24, split=2, pieces=2),  # parts meet in the middle of a tile
+    Shape(16, 64, (48, 48), slots=2, rank=16, gated=True),
+    Shape(13, 96, (48, 48), slots=12, rank=20, pieces=3, gated=True),  # more columns than registers hold
+    Shape(13, 96, (100,), slots=12, rank=20, pieces=3),
+    Shape(13, 96, (100,), slots=12, rank=20, only=4),
+    Shape(13, 96, (100,), slots=12, rank=20, only=-1),
+    Shape(1, 128, (48, 48, 32), slots=9, rank=16, split=2, pieces=2, fp8=True),
+    Shape(13, 128, (64, 64), slots=3, rank=20, split=2, gated=True, fp8=True),
+    Shape(33, 256, (64, 64), slots=4, rank=16, split=2, pieces=2, gated=True, tile=(64, 64, 128)),
+]
+LARGE = [  # more programs than run at once, on a GPU
+    Shape(64, 4096, (4096, 1024, 1024), slots=8, rank=16, pieces=8, tile=(64, 64, 128)),
+    Shape(64, 2048, (14336, 14336), slots=8, rank=16, pieces=4, gated=True, tile=(64, 64, 128)),
+    Shape(61, 8192, (4096,), slots=16, rank=64, split=4, pieces=4, tile=(64, 64, 128)),
+]
+
+
+@pytest.mark.parametrize("case", SMALL if INTERPRETED else SMALL + LARGE, ids=str)
+def test_adapted_linear(case: Shape) -> None:
+    """Against the reference, with bias and residual; scratch starts as NaN and counters end as zeros; again, and it is the same."""
+    ops, n, draw = make_ops(), sum(case.sizes), np.random.default_rng(7)
+    bank = ops.low_rank_bank(slots=case.slots, rank=case.rank, sizes=case.sizes, k=case.k, exact=False)
+    a = torch.zeros(case.slots, len(case.sizes), case.rank, case.k, dtype=torch.float64)
+    b = torch.zeros(case.slots, n, case.rank, dtype=torch.float64)
+    starts = np.cumsum([0, *case.sizes])
+    for slot in range(case.slots):
+        for part, size in enumerate(case.sizes):
+            rank = int(draw.integers(0, case.rank + 1))
+            down = normal(rank, case.k, seed=slot + part, scale=case.k**-0.5)
+            up = normal(size, rank, seed=slot * 7 + part)
+            ops.set_low_rank(bank, slot, part, down, up)
+            a[slot, part, :rank] = torch.from_numpy(down).bfloat16().double()
+            b[slot, starts[part] : starts[part + 1], :rank] = torch.from_numpy(up).bfloat16().double()
+    ids = draw.integers(-1, case.slots, case.tokens).astype(np.int32)
+    if case.only is not None:
+        ids[:] = case.only
+    matrix = normal(n, case.k, seed=5, scale=case.k**-0.5)
+    weight = ops.pack_fp8(matrix) if case.fp8 else ops.pack_matrix(matrix)
+    plain, bias = buffer(ops, normal(case.tokens, case.k, seed=3)), ops.constant(normal(n, seed=8))
+    x, w = seen(plain), seen(weight.data[0])
+    x_scale = small = None
+    if case.fp8:
+        x_scale = plain.float().abs().amax(1) / 448
+        small = (plain.float() / x_scale[:, None]).to(torch.float8_e4m3fn)
+        x, w = seen(small) * seen(x_scale)[:, None], w * seen(weight.data[1])[:, None]
+    made = x @ w.T + seen(bias)
+    wanted = reference_lora.add_low_rank(seen(plain), a, b, torch.from_numpy(ids), made, sizes=case.sizes)
+    features = n // 2 if case.gated else n
+    if case.gated:
+        wanted = reference.glue(*wanted.chunk(2, -1), "silu")
+    residual = ops.constant(normal(case.tokens, features, seed=9))
+    wanted = wanted + seen(residual)
+
+    bm, bn, bk = case.tile
+    config = TileConfig(bm, bn, bk, case.split, 4, 2)
+    tiles = low_rank_tile.tiles_of_a(bank, config)
+    met = torch.zeros(2 + tiles, dtype=torch.int32, device=DEVICE)
+    arrived = torch.zeros(-(-n // 16), dtype=torch.int32, device=DEVICE)
+    need = skinny.workspace_floats(features, config=config, gated=case.gated)
+    answers = []
+    for _ in range(2 if INTERPRETED else 20):
+        out = torch.full((case.tokens, features), torch.nan, dtype=torch.float32, device=DEVICE)
+        lines = bank.data[0].shape[0] * bank.data[0].shape[1]
+        low_rank_tile.adapted_linear(
+            small if small is not None else plain, weight.data[0], bank, ops.constant(ids), plain=plain, out=out,
+            inner=torch.full((case.tokens, lines), torch.nan, dtype=torch.bfloat16, device=DEVICE),
+            sums=torch.full((tiles * case.pieces * bn * bm,), torch.nan, device=DEVICE), met=met, pieces=case.pieces,
+            scale=weight.data[1] if case.fp8 else None, x_scale=x_scale, bias=bias, gated=case.gated, residual=residual,
+            config=config, workspace=torch.full((need,), torch.nan, device=DEVICE), arrived=arrived,
+        )  # fmt: skip
+        answers.append(seen(out))
+        assert not met.any() and not arrived.any()
+    assert difference(answers[0], wanted) < BF16_TOLERANCE
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+class Block:
+    """A layer's matmuls with room for adapters: x -> qkv -> o added to the stream, normed, gate and up -> down added, normed."""
+
+    def __init__(self, *, fp8: bool = False, rank: int = 16, tokens: int = 12, **options: Any) -> None:
+        self.ops = ops = make_ops(**options)
+        self.tokens = tokens
+        e, f, q = 64, 96, (64, 32, 32)
+        pack = ops.pack_fp8 if fp8 else ops.pack_matrix
+        shapes = {"qkv": (q, e), "o": ((e,), sum(q)), "both": ((f, f), e), "down": ((e,), f)}
+        self.weights, self.banks = {}, {}
+        for at, (name, (sizes, k)) in enumerate(shapes.items()):
+            self.weights[name] = pack(normal(sum(sizes), k, seed=at, scale=0.2))
+            self.banks[name] = bank = ops.low_rank_bank(slots=3, rank=rank, sizes=sizes, k=k, exact=False)
+            for slot in range(2):
+                for part, n in enumerate(sizes):
+                    given = normal(4, k, seed=slot, scale=0.2), normal(n, 4, seed=part + slot)
+                    ops.set_low_rank(bank, slot, part, *given)
+        self.gain = ops.constant(np.ones(e, np.float32))
+        self.start = normal(tokens, e)
+        self.x, self.adapters = ops.empty((tokens, e), "f32"), ops.constant(np.full(tokens, -1, np.int32))
+        widths = {"h": e, "qkv": sum(q), "delta": e, "both": 2 * f, "inner": f, "last": e}
+        self.made = {name: ops.empty((tokens, width), "bf16") for name, width in widths.items()}
+
+    def record(self, *, keep: str | None = None) -> Any:
+        """The tape; `keep` names a buffer that somebody outside reads."""
+        ops, made, count = self.ops, self.made, self.ops.constant(live(self.tokens))
+
+        def linear(name: str, x: str, out: str) -> None:
+            ops.linear(made[x], self.weights[name], bias=None, out=made[out], count=count)
+            ops.add_low_rank(made[x], self.banks[name], self.adapters, out=made[out], count=count)
+
+        with ops.record() as tape:
+            ops.add_rms_norm(self.x, None, self.gain, eps=1e-5, out=made["h"], count=count)
+            linear("qkv", "h", "qkv")
+            linear("o", "qkv", "delta")
+            ops.add_rms_norm(self.x, made["delta"], self.gain, eps=1e-5, out=made["h"], count=count)
+            linear("both", "h", "both")
+            ops.glue(made["both"], activation="silu", out=made["inner"], count=count)
+            linear("down", "inner", "delta")
+            ops.add_rms_norm(self.x, made["delta"], self.gain, eps=1e-5, out=made["last"], count=count)
+        if keep is not None:
+            tape.keep(made[keep])
+        return tape
+
+    def run(self, program: Any, ids: np.ndarray) -> torch.Tensor:
+        self.x.copy_(torch.from_numpy(self.start))
+        self.adapters.copy_(torch.from_numpy(ids))
+        program.run()
+        return seen(self.made["last"])
+
+
+def step(tokens: int, *, adapted: bool) -> Bucket:
+    return Bucket(tokens=tokens, rows=tokens, singles=True, longest=64, adapted=adapted)
+
+
+def kinds(program: Any) -> list[str]:
+    return [line.split()[0] for line in lines(program)]
+
+
+@pytest.mark.parametrize(("fp8", "tokens"), [(False, 12), (False, 1), (True, 12)])
+def test_few_tokens_cost_no_launch_of_their_own(fp8: bool, tokens: int) -> None:
+    """The step with adapters is launch by launch the one without, and says what the plain way says."""
+    block = Block(fp8=fp8, tokens=tokens, tuning=TILES)
+    tape = block.record()
+    adapted, without = (tape.program(step(tokens, adapted=there)) for there in (True, False))
+    said = [line for line in lines(adapted) if line.startswith("tile")]
+    assert len(said) == 4 and all("+ adapters" in line for line in said)
+    assert "+ silu + adapters" in said[2] and all("+ residual" in said[i] for i in (1, 3))
+    if tokens > 1:
+        assert [kind for kind in kinds(adapted) if kind != "quantise"] == [k for k in kinds(without) if k != "quantise"]
+    naive = tape.program(step(tokens, adapted=True), fuse=False)
+    assert {"sort", "shrink", "expand", "silu"} <= set(kinds(naive))
+    ids = np.resize(np.array([1, -1, 0, 1, 0], np.int32), tokens)
+    tolerance = 0.06 if fp8 else 2 * BF16_TOLERANCE
+    wanted = block.run(naive, ids)
+    got = block.run(adapted, ids)
+    assert difference(got, wanted) < tolerance
+    assert torch.equal(block.run(adapted, ids), got)
+    nobody = block.run(adapted, np.full(tokens, -1, np.int32))
+    assert difference(nobody, block.run(without, ids)) < tolerance
+    assert difference(nobody, got) > 0.1
+    free = ids < 0
+    assert torch.equal(nobody[free], got[free]), "tokens without an adapter"
+
+
+def test_when_additions_are_launches_of_their_own() -> None:
+    """More tokens, deterministic mode, large banks, and values between that somebody else reads."""
+    ids = np.resize(np.array([1, -1, 0], np.int32), 20)
+    block = Block(tuning=TILES, tokens=20)  # more than these tiles serve
+    program = block.record().program(step(20, adapted=True))
+    assert kinds(program).count("shrink") == kinds(program).count("expand") == 4
+    block.run(program, ids)
+
+    exact = Block(tuning=TILES, deterministic=True)
+    tape = exact.record()
+    program = tape.program(step(12, adapted=True))
+    assert kinds(program).count("shrink") == 4 and kinds(program).count("fixed") == 4
+    together = exact.run(program, ids[:12])
+    exact.start = np.roll(exact.start, 5, 0)
+    assert torch.equal(exact.run(program, np.roll(ids[:12], 5)), torch.roll(together, 5, 0))
+
+    wide = Block(tuning=TILES, rank=low_rank_tile.MOST_COLUMNS)
+    assert kinds(wide.record().program(step(12, adapted=True))).count("shrink") == 4
+
+    read = Block(tuning=TILES)
+    program = read.record(keep="both").program(step(12, adapted=True))
+    assert kinds(program).count("silu") == 1 and "shrink" not in kinds(program)
+    read.run(program, ids[:12])
+    between = seen(read.made["both"])
+    apart = read.record(keep="both").program(step(12, adapted=True), fuse=False)
+    read.run(apart, ids[:12])
+    assert difference(between, seen(read.made["both"])) < 2 * BF16_TOLERANCE
+
+
+def test_pieces_of_a_run_beside_all_of_w() -> None:
+    """Llama 3.1 8B at 64 tokens on an H200: where W's programs all run at once, A's find room beside them."""
+    tuning = tuned("NVIDIA H200")
+    device = torch.device("meta")
+    found = {}
+    for name, sizes, k in (("qkv", (4096, 1024, 1024), 4096), ("o", (4096,), 4096), ("both", (14336,) * 2, 4096)):
+        config = tuning.tile(64, sum(sizes), k, fp8=False)
+        assert config is not None
+        a = torch.empty(8, 16 * len(sizes), k, device=device)
+        bank = LowRankBank(slots=8, rank=16, sizes=sizes, k=k, data=(a,), nbytes=0)
+        pieces = low_rank_tile.pieces_of(bank, config, outputs=sum(sizes), multiprocessors=tuning.multiprocessors)
+        found[name] = low_rank_tile.tiles_of_a(bank, config) * pieces, -(-sum(sizes) // config.bn) * config.split
+    assert found == {"qkv": (48, 96), "o": (8, 256), "both": (32, 448)}

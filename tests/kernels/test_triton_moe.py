@@ -408,7 +408,7 @@ def test_programs_compute_the_model(family: str) -> None:
         for found, wanted in zip(answers(Runner(card, ops), planned=True, fuse=fuse), truth, strict=True):
             # At a near tie of the router a token goes to another expert than in float32: a few rows may differ more.
             rows = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-            assert np.median(rows) < 0.02 and difference(found, wanted) < 0.06
+            assert np.median(rows) < 0.03 and difference(found, wanted) < 0.06
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -465,4 +465,5 @@ def test_what_is_fused() -> None:
     assert not any(line.startswith(("combine", "count")) for line in few + mixed)
     assert sum(line.startswith("sort") for line in mixed) == card.layers
     shared = lines(Runner(CARDS["qwen2_moe"], make_ops(tuning=TILES)), MIXED)
-    assert sum(line.startswith("combine") for line in shared) == 1, "what the shared expert is added to is there"
+    assert not any(line.startswith(("combine", "stream")) for line in shared), shared
+    assert sum("+ delta of 3 experts and a shared one" in line for line in shared) == 1

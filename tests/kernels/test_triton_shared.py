@@ -244,7 +244,9 @@ def test_the_same_bits_twice():
 
 def test_splits_fill_the_card():
     table = Tuning(multiprocessors=132)
-    assert [table.shared_splits(tiles) for tiles in (1, 8, 16, 32, 64, 128, 500)] == [8, 8, 8, 4, 2, 1, 1]
+    tiles = (1, 8, 16, 32, 64, 128, 500)
+    assert [table.shared_splits(count, block_m=128) for count in tiles] == [8, 8, 8, 4, 2, 1, 1]
+    assert [table.shared_splits(count, block_m=64) for count in tiles] == [8, 8, 8, 8, 4, 2, 1]
 
 
 def test_the_host_guesses_from_one_page_of_each_slot():

@@ -14,7 +14,7 @@ from tradewind.config.hardware import Hardware
 from tradewind.contract.errors import UserError
 from tradewind.contract.kv import KVGroup
 from tradewind.device.batch import ForwardBatch
-from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
+from tradewind.kernels.ops import KVLayer, LatentUp, Ops, PagedRows, Tensor
 
 
 class Backend(Protocol):
@@ -44,6 +44,9 @@ class Backend(Protocol):
         chunked: bool = False,
     ) -> None:
         """Attention of one layer, ops only: q, out [T, H * D]. Arguments as in `Ops.attention`."""
+
+    def run_latents(self, q: Tensor, kv: KVLayer, rows: PagedRows, up: LatentUp, *, scale: float, out: Tensor) -> None:
+        """The same over pages of latents. Arguments as in `LatentOps.latent_attention`."""
 
 
 BACKENDS: dict[str, Callable[[Ops], Backend]] = {

@@ -12,10 +12,12 @@ from importlib.util import find_spec
 from tradewind.attention.paged import PagedAttention
 from tradewind.config.hardware import Hardware
 from tradewind.contract.kv import KVGroup
-from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
+from tradewind.kernels.ops import KVLayer, LatentUp, Ops, PagedRows, Tensor
 
 HEAD_DIMS = (64, 128, 256)
 """Head sizes that it was built for and this wing measured or uses."""
+LATENT_WIDTH = 576
+"""Latents (512 numbers and a rotated key of 64) whose heads it may fit: keys of 192, values of 128. Others have the op set's own kernel."""
 
 
 class FreshAttention(PagedAttention):
@@ -34,6 +36,10 @@ class FreshAttention(PagedAttention):
             return "the package fa3-fwd is not installed (pip install 'tradewind[fa3]')"
         if getattr(self._ops, "deterministic", False):
             return "its sums depend on the step, and deterministic answers are asked for"
+        if group.kind == "latent":
+            if group.head_dim != LATENT_WIDTH:
+                return f"serves heads made of latents of {LATENT_WIDTH} numbers, not {group.head_dim}"
+            return None
         if group.kind != "full":
             return "was built without windows"
         if group.head_dim not in HEAD_DIMS:
@@ -70,3 +76,7 @@ class FreshAttention(PagedAttention):
             chunked=chunked,
             fresh=True,
         )
+
+    def run_latents(self, q: Tensor, kv: KVLayer, rows: PagedRows, up: LatentUp, *, scale: float, out: Tensor) -> None:
+        ops: object = self._ops
+        ops.latent_attention(q, kv, rows, up, scale=scale, out=out, fresh=True)  # type: ignore[attr-defined] # as above

@@ -6,11 +6,12 @@ Knows: which KV formats the kernel reads. Refuses to know: how it works inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from tradewind.config.hardware import Hardware
 from tradewind.contract.kv import KVGroup
 from tradewind.device.batch import ForwardBatch
-from tradewind.kernels.ops import KVLayer, Ops, PagedRows, Tensor
+from tradewind.kernels.ops import KVLayer, LatentOps, LatentUp, Ops, PagedRows, Tensor
 
 
 class PagedAttention:
@@ -62,3 +63,6 @@ class PagedAttention:
             q, kv, rows, heads=heads, scale=scale, window=window, softcap=softcap, sinks=sinks, out=out, causal=causal,
             chunked=chunked,
         )  # fmt: skip
+
+    def run_latents(self, q: Tensor, kv: KVLayer, rows: PagedRows, up: LatentUp, *, scale: float, out: Tensor) -> None:
+        cast("LatentOps", self._ops).latent_attention(q, kv, rows, up, scale=scale, out=out)

@@ -84,6 +84,10 @@ def llama4(fields: Fields, shape: Shape) -> dict[str, Any]:
     if tempered is None or isinstance(tempered, bool) or not plain_int(tempered):
         tempered = fields.flag("attn_temperature_tuning", default=True)
     norms = fields.flag("use_qk_norm", default=True)
+    rope = shape.rope
+    if norms and rope.kind in ("longrope", "yarn"):
+        # Queries and keys are normed when they are turned, so no factor on them is left.
+        rope = msgspec.structs.replace(rope, attention_factor=1.0)
     inner = fields.whole("intermediate_size", default=8192)
     moe = MoeFacts(
         **experts_and_chosen(fields, ("num_local_experts",), experts=16, per_token=1),
@@ -105,6 +109,7 @@ def llama4(fields: Fields, shape: Shape) -> dict[str, Any]:
         )
         if tempered
         else None,
+        "rope": rope,
         "qk_norm": norms,
         "qk_norm_weights": not norms,
         "moe": moe if any(moe.layers) else None,

@@ -127,7 +127,7 @@ def _plain_card(
         vision=vision_facts(outer, hidden=hidden, preprocessor=preprocessor) if row.vision else None,
         **{**shared, **own},
     )
-    return with_weights(card, tensors=tensors, assumed=assumed)
+    return with_weights(card, tensors=tensors, assumed=assumed, fp8_blocks=method == "fp8")
 
 
 HF_HEAD_NAMES = ("num_attention_heads", "num_key_value_heads", "head_dim")

@@ -63,13 +63,19 @@ def check_heads(fields: Fields, *, heads: int, kv_heads: int, head_dim: int, nam
         raise CardError(f"{fields.origin}: {names[2]} is {head_dim}; rotary embedding needs an even number")
 
 
-def with_weights(card: ModelCard, *, tensors: Tensors | None, assumed: str) -> ModelCard:
-    """The card with parameters, bytes and formats; without tensors they follow from the shapes and the `assumed` format."""
+def with_weights(card: ModelCard, *, tensors: Tensors | None, assumed: str, fp8_blocks: bool = False) -> ModelCard:
+    """The card with parameters, bytes and formats; without tensors they follow from the shapes and the `assumed` format, of layers'
+    matrices (but for routers) from `fp8_blocks`."""
     if tensors is None:
         count = count_parameters(card)
-        size = count * BYTES_PER_VALUE[assumed]
+        small = fp8_matrices(card) if fp8_blocks else 0
+        known = {"F8_E4M3": small, assumed: count - small} if small else {assumed: count}
         return msgspec.structs.replace(
-            card, parameters=count, weight_bytes=size, weight_formats={assumed: count}, embedding_format=assumed
+            card,
+            parameters=count,
+            weight_bytes=small + (count - small) * BYTES_PER_VALUE[assumed],
+            weight_formats=dict(sorted(known.items())),
+            embedding_format=assumed,
         )
     embedding = next((tensors[name] for name in EMBEDDING_NAMES if name in tensors), None)
     formats: dict[str, int] = {}
@@ -116,6 +122,14 @@ def mlp_matrices(card: ModelCard, layer: int, *, active: bool = False) -> int:
         return (3 if card.causal else 2) * card.hidden * card.intermediate
     experts = moe.per_token if active else moe.experts
     return card.hidden * (3 * (experts * moe.intermediate + moe.shared_intermediate) + moe.experts + moe.shared_gate)
+
+
+def fp8_matrices(card: ModelCard) -> int:
+    """Weights that files with FP8 by blocks have so: the matmuls of all layers, but for routers and their like."""
+    found = sum(attention_matrices(card) + mlp_matrices(card, layer) for layer in range(card.layers))
+    if card.moe is not None:
+        found -= sum(card.moe.layers) * card.hidden * (card.moe.experts + card.moe.shared_gate)
+    return found
 
 
 def active_parameters(card: ModelCard) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from tradewind.config import ledger
+from tradewind.config import ledger, ledger_cuda
 from tradewind.config.card import ModelCard
 from tradewind.config.goals import Means
 from tradewind.config.hardware import Hardware
@@ -28,8 +28,6 @@ MOST_ROWS = 1024
 
 def why_unable(card: ModelCard) -> str | None:
     """What a model needs and the cuda op set does not have; None when it can compute it."""
-    if card.latent is not None:
-        return "its attention keeps latents, and there is no GPU kernel for these yet"
     if card.vision is not None:
         return "images are not served on the cuda backend yet"
     return None
@@ -61,11 +59,27 @@ def choose_quantization(
         raise UserError(f"quantization {wanted} is for the cpu backend; on a GPU use fp8 or none")
     if wanted == "fp8" and not has_fp8:
         raise UserError(f"quantization fp8 needs fp8 tensor cores, and {hardware.name} has none; use none")
-    sizes = {name: show_bytes(ledger.matmul_bytes(card, compute="bf16", quantization=name)) for name in ("none", "fp8")}
+    if ledger_cuda.kept_fp8(card, quantization="none") and not has_fp8:
+        raise UserError(
+            f"the weights of '{card.name}' are FP8 with a scale for each block, which needs fp8 tensor cores, and {hardware.name} has "
+            "none; use a bf16 checkpoint or --backend cpu"
+        )
+    sizes = {
+        name: show_bytes(ledger.matmul_bytes(card, compute="bf16", quantization=name, backend="cuda"))
+        for name in ("none", "fp8")
+    }
+    kept = ledger_cuda.kept_fp8(card, quantization="none") > 0
     from_blocks = ledger.block_quantised(card) > 0.5
     price = "each weight keeps 4 significant bits (one scale an output channel), activations one scale a token"
+    if kept and wanted is None:
+        why = (
+            f"the file's FP8 with a scale for each 128 x 128 weights stays as it is, {sizes['none']}; tokens are rounded to e4m3 with "
+            "a scale for each 128 values"
+        )
+        rejected = f"fp8 {sizes['fp8']}: rounds the weights a second time, with one scale an output channel"
+        return "none", Reason(choice="quantization", value="none", why=why, rejected=rejected)
     if wanted == "fp8":
-        again = "; the file's blocks are expanded and rounded a second time" if from_blocks else ""
+        again = "; the file's blocks are expanded and rounded a second time" if from_blocks or kept else ""
         why = f"weights take {sizes['fp8']} instead of bf16's {sizes['none']}; {price}{again}"
         return "fp8", Reason(choice="quantization", value="fp8", why=why, pinned=True)
     if wanted is None and scenario == "memory" and has_fp8 and not from_blocks:
@@ -91,7 +105,7 @@ def choose_compute(means: Means, *, card: ModelCard, quantization: str) -> tuple
     """bf16: the one way the kernels compute (fp8 weights meet fp8 activations where that is faster; sums are float32 in any case)."""
     if means.compute not in (None, "bf16"):
         raise UserError(f"compute {means.compute} is for the cpu and plain backends; the cuda backend computes in bf16")
-    reads = show_bytes(ledger.matmul_bytes(card, compute="bf16", quantization=quantization))
+    reads = show_bytes(ledger.matmul_bytes(card, compute="bf16", quantization=quantization, backend="cuda"))
     why = f"tensor cores multiply bf16 and add in float32; the residual stream stays float32; {reads} are read for a token"
     rejected = "" if means.compute else "f32: tensor cores have no full float32; int8, int16: CPU formats"
     return "bf16", Reason(choice="compute", value="bf16", why=why, rejected=rejected, pinned=means.compute is not None)
@@ -99,6 +113,8 @@ def choose_compute(means: Means, *, card: ModelCard, quantization: str) -> tuple
 
 def choose_kv_format(means: Means, *, card: ModelCard, hardware: Hardware) -> tuple[Literal["bf16", "fp8"], Reason]:
     """bf16, or fp8 for twice as many tokens."""
+    if card.latent is not None:
+        return _choose_latent_format(means, card=card)
     price = {bits: show_bytes(2 * card.layers * card.kv_heads * card.head_dim * bits // 8) for bits in (8, 16)}
     cost = "keys and values keep 4 significant bits; attention converts them, so it is no faster"
     if means.kv_format in ("f32", "f16"):
@@ -114,6 +130,24 @@ def choose_kv_format(means: Means, *, card: ModelCard, hardware: Hardware) -> tu
     rejected = f"fp8: {price[8]}, but {cost}" if "fp8" in hardware.features else "fp8: not on this GPU"
     return "bf16", Reason(
         choice="kv_format", value="bf16", why=why, rejected=rejected, pinned=means.kv_format is not None
+    )
+
+
+def _choose_latent_format(means: Means, *, card: ModelCard) -> tuple[Literal["bf16"], Reason]:
+    """Latents are short already."""
+    assert card.latent is not None
+    if means.kv_format not in (None, "bf16"):
+        raise UserError(
+            f"kv_format {means.kv_format} is not for '{card.name}': the cuda backend keeps its latents in bf16; use bf16"
+        )
+    kept, instead = (2 * card.layers * numbers for numbers in (card.latent.width, 2 * card.kv_heads * card.head_dim))
+    why = f"{show_bytes(kept)} of latents a token; keys and values would be {show_bytes(instead)}"
+    return "bf16", Reason(
+        choice="kv_format",
+        value="bf16",
+        why=why,
+        rejected="fp8: no kernel reads latents so",
+        pinned=means.kv_format is not None,
     )
 
 

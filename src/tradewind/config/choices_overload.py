@@ -74,9 +74,9 @@ def _has_target(one: TrafficClass, goals: Goals) -> bool:
     return any(value is not None for value in (one.ttft_ms, one.tpot_ms, goals.ttft_ms, goals.tpot_ms))
 
 
-def choose_fit_steps(means: Means, *, policy: PolicyName) -> Choice[bool]:
-    """Whether step times are fitted to the steps that run."""
-    paced = policy == "slo"
+def choose_fit_steps(means: Means, *, policy: PolicyName, bounded: bool = False) -> Choice[bool]:
+    """Whether step times are fitted to the steps that run; `bounded`: each step's length is bound, whatever the policy."""
+    paced = policy == "slo" or bounded
     if means.fit_steps if means.fit_steps is not None else paced:
         why = "steps are paced by what steps like them took, as soon as there are enough, beyond them by the machine's speeds"
         if not paced:

@@ -111,4 +111,7 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Expected rate of all classes together."""
     adapters: AdapterRoom | None = None
     """None: the model alone is served."""
+    slowdown: float | None = None
+    """How many times as long as without prompts a step of running answers may take while prompts are computed beside them; None: the
+    scenario's."""
     means: Means = Means()

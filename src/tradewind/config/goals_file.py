@@ -39,6 +39,7 @@ TOP = (
     "quality",
     "requests_per_s",
     "scenario",
+    "slowdown",
     "tenants",
 )
 CLASS = ("e2e", "late", "match", "name", "output_tokens", "prompt_tokens", "share", "tpot", "ttft")
@@ -112,6 +113,7 @@ class _Reader:
             tenants=self._tenants(table),
             requests_per_s=self._number((), table, "requests_per_s", None),
             adapters=self._adapters(table),
+            slowdown=self._number((), table, "slowdown", None),
             means=self._means(table, hardware),
         )
         try:

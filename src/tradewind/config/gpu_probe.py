@@ -2,6 +2,7 @@
 
 Knows: the few calls of libcuda and NVML that tell name, memory and clocks; speeds of GPUs by name. Refuses to know: what will run there.
 Nothing is timed here: a GPU in the table was measured before, of any other the speeds follow from clock, bus width and multiprocessors.
+Only `hold_context` makes a context, for whoever has decided to compute there.
 
     libcuda.so.1        which GPU (CUDA_VISIBLE_DEVICES is the driver's own business), name, capability, total memory, clocks
     libnvidia-ml.so.1   free memory (asking libcuda for it would make a context of half a GiB first)
@@ -136,6 +137,26 @@ def why_no_library() -> str | None:
         return "triton is not installed"
     if env.c_compiler() is None and not any(map(which, C_COMPILERS)):
         return f"Triton needs a C compiler, and there is none of {', '.join(C_COMPILERS)}"
+    return None
+
+
+def hold_context(*, load: Load = ctypes.CDLL) -> str | None:
+    """Wakes the first GPU: makes the context that every library of this process then shares, and keeps it until the process ends. Takes
+    some tenths of a second without Python's lock, half a GiB of the device, and never raises; returns why it could not.
+    """
+    try:
+        cuda = load("libcuda.so.1")
+    except OSError:
+        return NO_DRIVER
+    try:
+        _check(cuda, "cuInit", cuda.cuInit(ctypes.c_uint(0)))
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        _check(cuda, "cuDeviceGet", cuda.cuDeviceGet(ctypes.byref(device), ctypes.c_int(0)))
+        _check(cuda, "cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    except _RefusedError as refused:
+        return str(refused)
+    except (OSError, AttributeError, ValueError, ctypes.ArgumentError) as error:
+        return f"the NVIDIA driver cannot be asked ({error})"
     return None
 
 

@@ -59,11 +59,11 @@ HABITS: dict[str, Habits] = {
 
 GPU_HABITS: dict[str, Habits] = {
     "balanced": Habits(
-        max_tokens_per_step=8192,
+        max_tokens_per_step=8192 + 512,
         max_running=512,
         tokens_each=1024,
         kv_share=1.0,
-        why_step="prompts come in matmuls that keep every multiprocessor busy, and decoding neighbours wait for one chunk at most",
+        why_step="8192 tokens of prompts keep every multiprocessor busy, with room for the running rows' own beside them",
         why_running="up to 512 rows share each reading of the weights; fewer, when fewer ask",
     ),
     "latency": Habits(
@@ -83,11 +83,11 @@ GPU_HABITS: dict[str, Habits] = {
         why_running="few slots, few logits",
     ),
     "throughput": Habits(
-        max_tokens_per_step=8192,
+        max_tokens_per_step=8192 + 1024,
         max_running=1024,
         tokens_each=1024,
         kv_share=1.0,
-        why_step="large matmuls; beyond 8192 tokens they get no faster, only the activations larger",
+        why_step="beyond 8192 tokens of prompts matmuls get no faster, only the activations larger; the running rows' own come on top",
         why_running="many rows share each reading of the weights",
     ),
 }

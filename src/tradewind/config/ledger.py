@@ -113,9 +113,9 @@ def tower_parameters(card: ModelCard) -> int:
     return 0 if card.vision is None else card.vision.parameters
 
 
-def matmul_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
+def matmul_bytes(card: ModelCard, *, compute: str, quantization: str, backend: str = "cpu") -> int:
     """All weights as they will lie in memory, but for an embedding table that no matmul reads."""
-    if quantization == "fp8":
+    if quantization == "fp8" or (backend == "cuda" and ledger_cuda.kept_fp8(card, quantization=quantization)):
         return ledger_cuda.weight_bytes(card, quantization=quantization)
     total = 0.0
     for name, count in card.weight_formats.items():
@@ -127,11 +127,11 @@ def matmul_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
     return int(total)
 
 
-def read_bytes(card: ModelCard, *, compute: str, quantization: str) -> int:
+def read_bytes(card: ModelCard, *, compute: str, quantization: str, backend: str = "cpu") -> int:
     """Bytes of weights that one token reads: all but the experts that it is not sent to."""
     idle = sum(mlp_matrices(card, layer) - mlp_matrices(card, layer, active=True) for layer in range(card.layers))
     part = idle / max(1, card.parameters)
-    return int(matmul_bytes(card, compute=compute, quantization=quantization) * (1 - part))
+    return int(matmul_bytes(card, compute=compute, quantization=quantization, backend=backend) * (1 - part))
 
 
 def embedding_bytes(card: ModelCard) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tradewind.config.card import ModelCard
-from tradewind.config.card_parts import attention_matrices, count_parameters, mlp_matrices
+from tradewind.config.card_parts import attention_matrices, count_parameters, fp8_matrices, mlp_matrices
 from tradewind.config.plan import LedgerLine
 from tradewind.config.sizes import MiB
 
 CONTEXT_BYTES = 520 * MiB
 """CUDA context, cuBLAS and the loaded kernels."""
 
-GRAPHS = 160
+GRAPHS = 256
 """Captured step sizes that are kept at most (runner/graph_runner.py: MOST_GRAPHS)."""
 
 GRAPH_BYTES = MiB
@@ -39,6 +39,20 @@ BIASES_EACH = 512
 
 FEW_ROWS_PARTS, MANY_ROWS_SPLITS = 128, 4
 """Split attention: most (rows x splits) of steps up to 16 rows, and most splits of larger ones (kernels/triton/tuning.py: decode)."""
+
+LONG_CONTEXT, LONG_ROWS, LONG_SPLITS = 32768, 64, 32
+"""Longer rows, in steps of up to so many, are split into so many parts (tuning.py: decode)."""
+
+CUT_FROM, CUT_PROGRAMS, CUT_ROWS = 2048, 4 * 2 * 132, 128
+"""Prompts whose attention is cut over their keys: from so many keys on (AttentionWays.split_prompts), into at most so many programs of so
+many rows (tokens x packed heads) each (tuning.py: prefill_splits), on the 132 multiprocessors of an H200."""
+
+SHARED_ROWS_FROM, SHARED_ROWS = 24, 2 * 132 * 64
+"""Keys that decoding rows share: from so many rows a step on (tuning.py: shared_rows) their parts take memory; so many rows (rows x packed
+heads) of programs run at once, or as many as there are (program.py: shared_keys)."""
+
+LATENT_PARTS = 256
+"""Attention over latents: most programs (rows x splits x blocks of heads) of a step whose rows are split (tuning.py: latent_decode)."""
 
 TILE_SPLITS, TILE_ROWS, TILE_OUTPUTS = 4, 64, 5120
 """Skinny matmuls that split K: most pieces, most input rows, and the most outputs of a matrix that is split (tuning.py: tile)."""
@@ -77,12 +91,25 @@ def vector_values(card: ModelCard) -> int:
     return max(0, count_parameters(card) - matrix_values(card) - tables)
 
 
+def kept_fp8(card: ModelCard, *, quantization: str) -> int:
+    """Weights that stay FP8 with scales by blocks, as the file has them, unless they are quantised at load; what makes keys and values of
+    latents does not."""
+    if quantization != "none":
+        return 0
+    return max(0, min(card.weight_formats.get("F8_E4M3", 0), fp8_matrices(card)) - _latent_up(card))
+
+
 def weight_bytes(card: ModelCard, *, quantization: str) -> int:
-    """Weights that a token meets: the layers' matrices in bf16, or in e4m3 with a float32 scale for each output; the head in bf16."""
+    """Weights that a token meets: the layers' matrices in bf16, in e4m3 with a float32 scale for each output, or as the file has them in
+    e4m3 with one for 16 x 128; the head in bf16."""
     matrices = matrix_values(card)
-    layers = 2 * matrices
+    kept = kept_fp8(card, quantization=quantization)
+    layers = 2 * matrices - kept + 4 * kept // (16 * 128)
     if quantization == "fp8":
         attention = (card.heads + 2 * card.kv_heads) * card.head_dim + card.hidden
+        latent = card.latent
+        if latent is not None:
+            attention = card.heads * card.head_dim + latent.query_rank + latent.width + card.hidden
         outputs = card.layers * (attention + card.hidden) + 2 * _dense_layers(card) * card.intermediate
         layers = matrices
         if card.moe is not None:
@@ -90,8 +117,14 @@ def weight_bytes(card: ModelCard, *, quantization: str) -> int:
             outputs += mixtures * (moe.experts * (2 * moe.intermediate + card.hidden) - card.hidden)
             outputs += mixtures * (2 * moe.shared_intermediate + card.hidden) * bool(moe.shared_intermediate)
             layers += mixtures * card.hidden * (moe.experts + moe.shared_gate)  # the router stays bf16
-        layers += 4 * outputs
+        layers += 4 * outputs + _latent_up(card)  # what makes keys and values of latents stays bf16
     return layers + 2 * table_values(card) + 4 * vector_values(card)
+
+
+def _latent_up(card: ModelCard) -> int:
+    """Weights that make keys and values of latents."""
+    latent = card.latent
+    return 0 if latent is None else card.layers * latent.rank * card.heads * (latent.nope + latent.value)
 
 
 def _dense_layers(card: ModelCard) -> int:
@@ -106,7 +139,11 @@ def expert_bytes(card: ModelCard, *, quantization: str, max_tokens_per_step: int
     if moe is None:
         return 0
     pairs, programs = max_tokens_per_step * moe.per_token, -(-max_tokens_per_step // 16)
-    each = 2 * (moe.intermediate + card.hidden) + 4 + (moe.intermediate + 4 if quantization == "fp8" else 0)
+    each = 2 * (moe.intermediate + card.hidden) + 4
+    if quantization == "fp8":
+        each += moe.intermediate + 4
+    elif kept_fp8(card, quantization=quantization):
+        each += moe.intermediate + 4 * -(-moe.intermediate // 128)
     blocks = 3 * 4 * (pairs // EXPERT_BLOCK + moe.experts + 1)
     return pairs * each + 2 * 4 * programs * moe.experts + blocks
 
@@ -124,14 +161,25 @@ def activation_bytes_per_token(card: ModelCard, *, quantization: str, kv_groups:
     inner = card.intermediate if _dense_layers(card) else 0
     wide = inner  # of gate and up side by side, in one buffer for all
     halves = (4 if card.sandwich_norms else 3) * card.hidden + qkv + 2 * q
+    latent = card.latent
+    if (
+        latent is not None
+    ):  # queries and latents, answers; queries in the space of latents, or keys and values in one place
+        longer = max(latent.width, card.head_dim + latent.value)
+        halves += latent.query_rank + latent.width + card.heads * (latent.value + longer) - qkv - q
     if card.moe is not None:
         floats += card.moe.experts + 2 * card.moe.per_token + card.moe.shared_gate
         if card.moe.shared_intermediate:
             halves += card.hidden
             wide = max(wide, card.moe.shared_intermediate)
             inner += card.moe.shared_intermediate if card.moe.shared_intermediate != card.intermediate else 0
+    mixed = q if latent is None else card.heads * latent.value + latent.query_rank
+    quants = card.hidden + mixed + inner + 3 * 4 if quantization == "fp8" else 0
+    if kept_fp8(
+        card, quantization=quantization
+    ):  # the library multiplies none of them: gate and up are never side by side
+        quants, wide = sum(width + 4 * -(-width // 128) for width in (card.hidden, mixed, inner)), 0
     halves += inner + 2 * wide
-    quants = card.hidden + q + inner + 3 * 4 if quantization == "fp8" else 0
     layout = 4 * (2 + kv_groups)  # id, position, and where its key goes in each pool
     return 4 * floats + 2 * halves + quants + layout
 
@@ -145,10 +193,31 @@ def sampler_bytes_per_row(card: ModelCard) -> int:
     return 4 * vocabulary + vocabulary // 8 + lists + 2 * card.hidden
 
 
-def workspace_bytes(card: ModelCard, *, max_running: int) -> int:
-    """Partial results of split attention (float32 sums, their maxima and weights) or of split matmuls, and cuBLAS's own."""
-    attention = max(FEW_ROWS_PARTS, MANY_ROWS_SPLITS * max_running) * card.heads * (card.head_dim + 2)
+def workspace_bytes(card: ModelCard, *, max_running: int, max_context: int) -> int:
+    """Partial results of split attention (float32 sums, their maxima and weights) or of split matmuls, whichever are most, and cuBLAS's
+    own."""
+    parts = max(FEW_ROWS_PARTS, MANY_ROWS_SPLITS * max_running)
+    if max_context > LONG_CONTEXT:
+        parts = max(parts, LONG_SPLITS * min(LONG_ROWS, max_running))
+    attention = parts * card.heads * (card.head_dim + 2)
+    if card.latent is not None:
+        attention = LATENT_PARTS * min(card.heads, 64) * (card.latent.rank + 2)
+    elif card.causal and max_context >= CUT_FROM:
+        attention = max(attention, CUT_PROGRAMS * CUT_ROWS * card.heads // _packed_heads(card) * (card.head_dim + 2))
     return 4 * max(attention, TILE_SPLITS * TILE_ROWS * TILE_OUTPUTS) + CUBLAS_BYTES
+
+
+def shared_bytes(card: ModelCard, *, max_running: int) -> int:
+    """What a step's pass over keys that its rows share leaves for the next launch: a part for each row and head."""
+    none_whole = bool(card.layer_windows) and None not in card.layer_windows
+    if card.latent is not None or not card.causal or none_whole or max_running < SHARED_ROWS_FROM:
+        return 0
+    return 4 * max(max_running, SHARED_ROWS // _packed_heads(card)) * card.heads * (card.head_dim + 2)
+
+
+def _packed_heads(card: ModelCard) -> int:
+    """Query heads with those that fill each kv head's group up to a power of two."""
+    return card.kv_heads * (1 << (card.heads // card.kv_heads - 1).bit_length())
 
 
 def angle_bytes(card: ModelCard, *, max_context: int) -> int:
@@ -169,6 +238,8 @@ def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
     step, rows, vocabulary = sizes.max_tokens_per_step, sizes.max_running, card.vocab_size
     matrices = matrix_values(card) / 1e6
     kind = "fp8 with a scale an output" if sizes.quantization == "fp8" else "bf16"
+    if kept_fp8(card, quantization=sizes.quantization):
+        kind = "fp8 with a scale for each block, as in the file"
     each = activation_bytes_per_token(card, quantization=sizes.quantization, kv_groups=sizes.kv_groups)
     tensors = 6 * card.layers + 10  # four matrices, keys and values of each layer; scratch
     head = f"{'tied ' if card.tied_embeddings else ''}head {vocabulary} x {card.hidden} bf16"
@@ -199,12 +270,13 @@ def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
         ),
         (
             "workspaces",
-            workspace_bytes(card, max_running=rows),
+            workspace_bytes(card, max_running=rows, max_context=sizes.max_context),
             "parts of split attention and split matmuls, and cuBLAS's",
         ),
+        ("shared keys", shared_bytes(card, max_running=rows), "parts of attention over keys that decoding rows share"),
         ("rounding", tensors * ROUNDING_BYTES, f"{tensors} large tensors, each rounded up to whole steps of 2 MiB"),
     ]
-    lines = [line for line in lines if line[0] != "experts" or card.moe is not None]
+    lines = [line for line in lines if line[1] or line[0] not in ("experts", "shared keys")]
     if not card.tied_embeddings:
         lines.insert(1, ("embedding table", 2 * table_values(card), f"{vocabulary} x {card.hidden} bf16"))
     if sizes.graphs:

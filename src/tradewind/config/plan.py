@@ -62,6 +62,19 @@ class StepCostPlan(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
     context_s: float = 0.0
     """For each token that a row reads from the cache."""
+    pair_s: float | None = None
+    """For each pair of a prompt's token and one that it sees, beside a part of the time that reading the prompt's keys once takes; None:
+    as context_s."""
+
+
+class PacePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """How long steps may take in which prompts go on beside running answers; the least of what is set."""
+
+    slowdown: float | None = None
+    """So many times as long as without prompts."""
+    step_s: float | None = None
+    whole: bool = False
+    """Deep in a long prompt: as long as a step of the whole token budget where a prompt begins."""
 
 
 class DegradePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +121,9 @@ class SchedulePlan(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 10.0
     """Under `slo`, a request behind those with targets that waited longer than this gets each fourth start."""
     step_cost: StepCostPlan | None = None
-    """What `slo` paces steps with where nobody hands it better times; it is corrected by what steps take."""
+    """What `slo` and `pace` pace steps with where nobody hands them better times; it is corrected by what steps take."""
+    pace: PacePlan | None = None
+    """None: prompts get what the token budget leaves, however long that takes."""
     fit_steps: bool = False
     """Better times are fitted to the steps that run."""
     degrade: DegradePlan | None = None

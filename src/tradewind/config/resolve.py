@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from tradewind.config import choices, choices_overload, ledger
+from tradewind.config import choices, choices_overload, choices_pace, ledger
 from tradewind.config.card import ModelCard
 from tradewind.config.choices_images import image_plan, image_reasons
 from tradewind.config.conflicts import explained
@@ -87,7 +87,9 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         priorities=any(one.match.priority is not None for one in goals.classes),
     )
     degrade, why_degrade = choices_overload.choose_degrade(goals)
-    fit_steps, why_fit = choices_overload.choose_fit_steps(means, policy=policy)
+    pace, why_pace = choices_pace.choose_pace(goals, backend=backend, paced=policy == "slo")
+    bounded = pace is not None and not pace.whole
+    fit_steps, why_fit = choices_overload.choose_fit_steps(means, policy=policy, bounded=bounded)
     prefix_cache, why_prefix = choices.choose_prefix_cache(means, card=card)
     limit, why_limit = choices.choose_limit(goals, hardware=hardware)
     wanted_context = choices.choose_wanted_context(goals, card=card)
@@ -143,6 +145,7 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
         amended(why_running, value=str(shape.max_running), note=cut_running),
         why_policy,
         why_degrade,
+        why_pace,
         why_fit,
         *choices.quality_reasons(goals, compute=compute),
         why_prefix,
@@ -181,7 +184,10 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
             whole_prompts=not card.causal,
             classes=classes,
             tenant_weights=goals.tenants,
-            step_cost=step_cost(card, hardware, shape=shape, groups=pools.groups) if policy == "slo" else None,
+            step_cost=step_cost(card, hardware, shape=shape, groups=pools.groups)
+            if policy == "slo" or pace is not None
+            else None,
+            pace=pace,
             fit_steps=fit_steps,
             degrade=degrade,
             images=images,
@@ -298,7 +304,7 @@ def target_reasons(goals: Goals, *, card: ModelCard, hardware: Hardware, shape: 
     """What the machine's measured limits say about the stated targets; never a refusal, because they are estimates."""
     found = []
     if goals.tpot_ms is not None:
-        read = ledger.read_bytes(card, compute=shape.compute, quantization=shape.quantization)
+        read = ledger.read_bytes(card, compute=shape.compute, quantization=shape.quantization, backend=shape.backend)
         floor = 1000 * read / hardware.memory_bytes_per_s
         verdict = "can be met" if floor <= goals.tpot_ms else "cannot be met on this machine with these weights"
         why = f"{verdict}: reading {show_bytes(read)} for a token takes at least {floor:.1f} ms"

@@ -79,13 +79,20 @@ def computing(hardware: Hardware, *, compute: str) -> Hardware:
     return msgspec.structs.replace(hardware, matmul_flops_per_s=factor * hardware.matmul_flops_per_s)
 
 
+ATTENTION_SHARE = 0.75
+"""Part of the matmul speed that attention of prompts reaches, beside reading the keys (benchmarks/results/long-rounds-h200.json)."""
+
+
 def step_cost(card: ModelCard, hardware: Hardware, *, shape: Shape, groups: Iterable[KVGroup]) -> StepCostPlan:
     """A step's time by the machine's measured speeds (a roofline); the engine corrects it by what its steps take."""
     hardware = computing(hardware, compute=shape.compute)
-    read = ledger.read_bytes(card, compute=shape.compute, quantization=shape.quantization)
+    read = ledger.read_bytes(card, compute=shape.compute, quantization=shape.quantization, backend=shape.backend)
     per_token = sum(group.bytes_per_page / group.page_tokens for group in groups)
+    full = max(1, sum(window is None for window in card.layer_windows))
+    pair_flops = 4.0 * full * card.heads * card.head_dim
     return StepCostPlan(
         base_s=read / hardware.memory_bytes_per_s,
         token_s=choices.step_seconds(card, hardware, tokens=1),
         context_s=per_token / hardware.memory_bytes_per_s,
+        pair_s=pair_flops / (ATTENTION_SHARE * hardware.matmul_flops_per_s),
     )

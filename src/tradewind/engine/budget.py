@@ -9,7 +9,8 @@ short ones must not stop the long one, so:
       2. the others get what they need, shortest first
       3. what is left goes to the first
 
-A chunk that does not finish its prompt ends on a page border, unless that would leave the first prompt with nothing to do.
+A chunk that does not finish its prompt ends on a page border, unless that would leave the first prompt with nothing to do. Behind the
+first no sliver is begun: every later chunk reads what came before it again, and a prompt that is whole in one step is cheaper to attend.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ def aligned_chunk(start: int, remaining: int, budget: int, *, page_tokens: int) 
     return max(0, (start + budget) // page_tokens * page_tokens - start)
 
 
+def is_sliver(chunk: int, remaining: int, *, whole_budget: int) -> bool:
+    """Whether a chunk is under a quarter of what its prompt still needs and under an eighth of the step."""
+    return 4 * chunk < remaining and 8 * chunk < whole_budget
+
+
 def split(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) -> list[int]:
     """Chunk sizes for prompts given as (start, remaining) in queue order; their sum is at most `budget`."""
     counts = [0] * len(prompts)
@@ -35,7 +41,8 @@ def split(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) 
     left = budget - counts[0]
     for index in sorted(range(1, len(prompts)), key=lambda i: prompts[i][1]):
         begin, rest = prompts[index]
-        counts[index] = aligned_chunk(begin, rest, left, page_tokens=page_tokens)
+        chunk = aligned_chunk(begin, rest, left, page_tokens=page_tokens)
+        counts[index] = 0 if is_sliver(chunk, rest, whole_budget=budget) else chunk
         left -= counts[index]
     counts[0] += aligned_chunk(start + counts[0], remaining - counts[0], left, page_tokens=page_tokens)
     if not any(counts):
@@ -45,9 +52,11 @@ def split(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) 
 
 def split_in_order(prompts: Sequence[tuple[int, int]], budget: int, *, page_tokens: int) -> list[int]:
     """The same where the order says who is urgent: each gets all that it can use before the next gets any."""
-    counts = []
+    counts: list[int] = []
+    whole = budget
     for start, remaining in prompts:
-        counts.append(aligned_chunk(start, remaining, budget, page_tokens=page_tokens))
+        chunk = aligned_chunk(start, remaining, budget, page_tokens=page_tokens)
+        counts.append(0 if counts and is_sliver(chunk, remaining, whole_budget=whole) else chunk)
         budget -= counts[-1]
     if prompts and budget > 0 and not any(counts):
         counts[0] = min(prompts[0][1], budget)

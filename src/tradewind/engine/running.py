@@ -186,6 +186,10 @@ class Running:
         """Where the first prompt in queue order goes on; 0 when none is being filled. Changes nothing."""
         return int(self.rows.next[self.filling[0].slot]) if self.filling else 0
 
+    def deepest_start(self) -> int:
+        """Where the prompt goes on that has most tokens behind it; 0 when none is being filled. Changes nothing."""
+        return max((int(self.rows.next[sequence.slot]) for sequence in self.filling), default=0)
+
     def chunks(
         self, budget: int, *, in_order: bool = False, last_first: bool = False
     ) -> tuple[list[Sequence], list[int]]:

@@ -31,7 +31,7 @@ from tradewind.engine.columns import Report, StepTokens, grammars_told
 from tradewind.engine.degrade import FREE, Degrade, DegradeStats, degrader_of
 from tradewind.engine.images import ImageBook
 from tradewind.engine.limits import check_fits
-from tradewind.engine.pacing import OverloadedError, Pacer, StepSeconds, planned_seconds
+from tradewind.engine.pacing import OverloadedError, Pacer, StepClock, StepLimit, StepSeconds, planned_seconds
 from tradewind.engine.policies import POLICIES, SloPolicy
 from tradewind.engine.queue import OVERDUE_EVERY, SlackQueue
 from tradewind.engine.rows import RECENT, stop_tokens
@@ -53,7 +53,7 @@ class Scheduler:
         step_seconds: StepSeconds | None = None,
         degrade: Degrade | None = None,
     ) -> None:
-        """Without `grammars` a request with a grammar is refused. `step_seconds`: what `slo` paces by, better than the plan's own.
+        """Without `grammars` a request with a grammar is refused. `step_seconds`: what steps are paced by, better than the plan's own.
 
         `degrade`: another ladder than the plan's.
         """
@@ -66,12 +66,18 @@ class Scheduler:
         self._clock = clock
         self._grammars = grammars
         self._degrade = degrade if degrade is not None else degrader_of(schedule, drafts=drafts_per_row > 0)
+        if step_seconds is None and schedule.step_cost is not None:
+            step_seconds = planned_seconds(schedule.step_cost)
         self._pacer: Pacer | None = None
-        if schedule.policy == "slo" and (step_seconds is not None or schedule.step_cost is not None):
-            if step_seconds is None:
-                assert schedule.step_cost is not None
-                step_seconds = planned_seconds(schedule.step_cost)
-            self._pacer = Pacer(schedule, page_tokens=cache.page_tokens, seconds=step_seconds)
+        self._steps: StepClock | None = None
+        self._limit: StepLimit | None = None
+        if schedule.policy == "slo" and step_seconds is not None:
+            self._steps = self._pacer = Pacer(schedule, page_tokens=cache.page_tokens, seconds=step_seconds)
+        if schedule.pace is not None and step_seconds is not None:
+            self._steps = self._steps or StepClock(step_seconds)
+            self._limit = StepLimit(
+                schedule.pace, self._steps, budget=schedule.max_tokens_per_step, page_tokens=cache.page_tokens
+            )
         self._policy = POLICIES[schedule.policy](schedule, _no_time if self._pacer is None else self._pacer.prompt_s)
         self._live: dict[str, Sequence] = {}
         self._out: list[Report] = []
@@ -160,9 +166,9 @@ class Scheduler:
         return list(self._live.values())
 
     def pace_by(self, step_seconds: StepSeconds) -> None:
-        """Better step times from now on, as after a refit; changes nothing under policies that do not look at them."""
-        if self._pacer is not None:
-            self._pacer.use(step_seconds)
+        """Better step times from now on, as after a refit; changes nothing where no step is paced."""
+        if self._steps is not None:
+            self._steps.use(step_seconds)
 
     def take_reports(self) -> list[Report]:
         """Everything reported since the last call, in order."""
@@ -260,8 +266,8 @@ class Scheduler:
     def fail_all(self, now: float, *, error: str) -> None:
         """The executor died: what flies is forgotten, every request ends with "error"."""
         self._running.forget_flights()
-        if self._pacer is not None:
-            self._pacer.forget_flights()
+        if self._steps is not None:
+            self._steps.forget_flights()
         for sequence in list(self._live.values()):
             self._end(sequence, "error", now, error=error)
         for sequence in self._running.settled():
@@ -301,6 +307,8 @@ class Scheduler:
         pacer = self._pacer
         if pacer is not None and (running.filling or len(self._admission.queue)):
             room = pacer.chunk(decode, rows, now, most=room, start=running.fill_start())
+        if self._limit is not None and (running.filling or len(self._admission.queue)):
+            room = self._limit.chunk(decode, rows, most=room, start=running.deepest_start())
         if limits.chunk_tokens is not None:
             room = min(room, limits.chunk_tokens)
         budget = room + len(decode) * width
@@ -353,7 +361,8 @@ class Scheduler:
         )
         if pacer is not None:
             pacer.entered(running.entered)
-            pacer.submitted(
+        if self._steps is not None:
+            self._steps.submitted(
                 rows=len(decode),
                 context=int(start[: len(decode)].sum()),
                 chunk=sum(sizes),
@@ -490,6 +499,8 @@ class Scheduler:
             self._take_tokens(result, flight, valid, brought, now)
         if self._pacer is not None:
             self._pacer.absorbed(live, rows, now)
+        elif self._steps is not None:
+            self._steps.returned(now)
         if self.cache.sliding:
             for passed in live[rows.computed[live] >= rows.slide_at[live]].tolist():
                 running.slide(passed)

@@ -24,7 +24,7 @@ Tensor = Any
 Count = Any
 """One int32 in the op set's memory."""
 
-Layout = Literal["f32", "bf16", "fp8", "quant"]
+Layout = Literal["f32", "bf16", "fp8", "fp8_block", "quant"]
 Activation = Literal["silu", "gelu_tanh", "swiglu_clamped"]
 """How gate and up become one, `reference.glue`: activation(gate) * up, or the clamped form of gpt-oss."""
 Compute = Literal["f32", "bf16", "int8"]

@@ -28,6 +28,7 @@ class LatentAttention:
         assert latent is not None
         assert card.head_dim == latent.nope + latent.rope, (card.head_dim, latent)
         self.ops = cast("LatentOps", build.ops)  # resolve() chooses no op set without latents for such a card
+        self.attention = build.attention
         self.layer = layer
         self.heads = card.heads
         self.scale = card.head_dim**-0.5 if card.attention_scale is None else card.attention_scale
@@ -66,5 +67,5 @@ class LatentAttention:
             count=batch.tokens,
         )
         mixed = batch.scratch.take("mixed", (batch.capacity, self.width))
-        self.ops.latent_attention(q, kv, batch.rows[group], self.up, scale=self.scale, out=mixed)
+        self.attention.run_latents(q, kv, batch.rows[group], self.up, scale=self.scale, out=mixed)
         return self.output(batch, mixed, out=out)

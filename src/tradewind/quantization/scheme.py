@@ -12,6 +12,7 @@ from typing import Protocol
 from tradewind.contract.errors import UserError
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.quantization.fp8 import FP8Scheme
+from tradewind.quantization.fp8_block import FP8BlockScheme
 from tradewind.quantization.gguf import GGUFScheme
 from tradewind.quantization.numerics import Compute as Compute
 from tradewind.quantization.numerics import Numerics as Numerics
@@ -43,6 +44,7 @@ class Scheme(Protocol):
 
 SCHEMES: dict[str, Scheme] = {
     "fp8": FP8Scheme(),
+    "fp8_block": FP8BlockScheme(),
     "gguf": GGUFScheme(),
     "int4": OnlineScheme(bits=4),
     "int8": OnlineScheme(bits=8),

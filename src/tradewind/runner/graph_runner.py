@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
@@ -33,14 +35,15 @@ from tradewind.kernels.ops import KVLayer
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu, Graph, Pinned
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.tape import Fresh
+from tradewind.kernels.triton.tape import Bucket, Fresh
 from tradewind.models.registry import Model
 from tradewind.runner.adapters import AdapterSlots
+from tradewind.runner.ahead import Ahead
 from tradewind.runner.buckets import FEW_ROWS, smallest
 from tradewind.runner.flight import Flight, Staging
 from tradewind.runner.pooling import PoolingSlots
-from tradewind.runner.preparing import Preparation
-from tradewind.runner.programs import SHORT, Key, StepPrograms
+from tradewind.runner.preparing import Measure, Preparation
+from tradewind.runner.programs import MANY_ROWS_LONGEST, Key, StepPrograms
 from tradewind.runner.runner import NO_TOKEN, NOT_FINITE
 from tradewind.runner.sharing import SharedPages
 from tradewind.sampling.columns import SlotSampling
@@ -49,7 +52,7 @@ from tradewind.sampling.grammar_compile import GrammarCompiler
 from tradewind.sampling.logprobs import LogprobArrays
 from tradewind.sampling.resident import Draw, ResidentSampling
 
-MOST_GRAPHS = 160
+MOST_GRAPHS = 256
 """Captured graphs that are kept; the one used longest ago goes first."""
 
 
@@ -111,14 +114,24 @@ class GraphRunner:
         self._awake: set[str] = set()
         """Kinds of graphs of which one was run launch by launch: its library has its handles and memory."""
         self.captures = 0
-        """Graphs captured so far."""
+        """Graphs captured so far because a step needed them."""
+        self._submitted_s = perf_counter()
+        self._ahead = Ahead(
+            gpu,
+            may_begin=lambda: self.prepared,
+            last_work_s=lambda: float("inf") if self._flights else self._submitted_s,
+            known=lambda key: key in self._graphs or len(self._graphs) >= MOST_GRAPHS,
+            keep=self._keep_ahead,
+        )
+        self._draws_ahead: set[Draw] = set()
+        """Ways to draw whose decode steps were asked to be captured ahead."""
         gpu.settle()
 
     # ------------------------------------------------------------------------------------------------------------ submit
 
     def submit(self, step: Step) -> None:
         """Puts a step on the device behind those before it; waits for nothing but tokens that a grammar needs."""
-        began = perf_counter()
+        began = self._submitted_s = perf_counter()
         flight = Flight(step)
         with self._gpu.working():
             self._change_slots(step)
@@ -207,33 +220,31 @@ class GraphRunner:
         draw = self._sampling.draw(slot) if samples else Draw()
         late = samples > 0 and bool(self._sampling.late[slot].any())
         singles = total == rows
-        longest = (
-            smallest(self._programs.length_sizes, int((step.start + step.count).max()))
-            if singles
-            else self._programs.longest
-        )
+        longest = self._programs.longest
+        if singles:
+            size = smallest(self._programs.row_sizes, rows)
+            longest = smallest(self._programs.lengths(size), int((step.start + step.count).max()))
         adapted = self._adapters is not None and self._adapters.needed(step.slot, flight.refused)
         shared = self._sharing.wanted and self._sharing.possible(
             step.slot[step.count == 1], least_rows=self._ops.tuning.shared_rows
         )
         if singles and samples == rows and not draw.steered and draw.logprobs < 0:
-            size = smallest(self._programs.row_sizes, rows)
-            if size > FEW_ROWS:
-                longest = max(longest, min(SHORT, self._programs.longest))
             bucket = self._programs.singles(size, longest, shared=shared, adapted=adapted)
             self._launch(("whole", bucket, draw), lambda: self._programs.whole(bucket, draw))
+            self._want_decode_ahead(draw)
             return
         if singles:
-            size = smallest(self._programs.row_sizes, rows)
             bucket = self._programs.singles(size, longest, shared=shared, adapted=adapted)
         else:
+            size = smallest(self._programs.token_sizes, max(total, FEW_ROWS))
             bucket = self._programs.mixed(
-                smallest(self._programs.token_sizes, max(total, FEW_ROWS)),
-                smallest(self._programs.row_classes, rows),
+                size,
+                smallest(self._programs.classes_of(size), rows),
                 fresh=self._fresh_rows(step),
                 shared=shared,
                 adapted=adapted,
             )
+            bucket = self._cut_over_keys(bucket, step)
         self._launch(("body", bucket), lambda: self._programs.body(bucket))
         self._prompt_logprobs(step, flight)
         self._take_hidden(step, flight)
@@ -271,6 +282,7 @@ class GraphRunner:
         if len(self._graphs) >= MOST_GRAPHS:
             self._gpu.settle()  # the oldest may still be running
             self._graphs.popitem(last=False)
+        self._programs.plan(key)
         asleep = key[0] not in self._awake
         if asleep:
             run()
@@ -279,6 +291,52 @@ class GraphRunner:
         self.captures += 1
         if not asleep:
             graph.replay()
+
+    def _keep_ahead(self, key: Key, graph: Graph) -> None:
+        """From the thread that captures ahead."""
+        self._graphs.setdefault(key, graph)
+
+    def _want_decode_ahead(self, draw: Draw) -> None:
+        """Decode steps of every size that draw this way will be captured when there is time."""
+        if draw in self._draws_ahead or not (self._want_graphs and self._gpu.on_gpu):
+            return
+        self._draws_ahead.add(draw)
+        programs = self._programs
+        buckets = [
+            programs.singles(rows, longest)
+            for rows in programs.row_sizes
+            for longest in programs.lengths(rows)
+            if longest <= max(MANY_ROWS_LONGEST[-1], programs.length_sizes[0])
+        ]
+        self._ahead.want(
+            (("whole", bucket, draw), partial(programs.program, "whole", bucket), partial(programs.whole, bucket, draw))
+            for bucket in buckets
+        )
+
+    def _want_prompts_ahead(self) -> None:
+        """The same for the head's part of steps with prompts, and for prompts: alone in small steps, in large ones beside others, and last
+        the few tokens a step of long ones."""
+        programs = self._programs
+        sizes = [size for size in programs.token_sizes if size >= min(FEW_ROWS, programs.capacity)]
+        buckets = [programs.mixed(size, 1, fresh=programs.fresh) for size in sizes if 4 * size <= programs.capacity]
+        buckets += [
+            programs.mixed(size, rows, fresh=fresh)
+            for size in reversed(sizes)
+            if 4 * size > programs.capacity
+            for rows in programs.classes_of(size)
+            for fresh in programs.fresh_kinds(rows)
+            if rows > 1
+        ]
+        buckets += programs.long_prompts()
+        draw = Draw()
+        self._ahead.want(
+            (("sample", rows, draw), partial(programs.head, rows), partial(programs.sample, rows, draw))
+            for rows in programs.row_sizes
+        )
+        self._ahead.want(
+            (("body", bucket), partial(programs.program, "body", bucket), partial(programs.body, bucket))
+            for bucket in buckets
+        )
 
     def _fresh_rows(self, step: Step) -> Fresh:
         """Which of the rows of several tokens begin in this step, as far as that is made use of."""
@@ -291,6 +349,19 @@ class GraphRunner:
         least = self._ops.ways.partly_fresh
         return "some" if least is not None and begun.max(initial=0) >= least else "none"
 
+    def _cut_over_keys(self, bucket: Bucket, step: Step) -> Bucket:
+        """The bucket with the number of prompts at the step's end, where these are few and one of them has many keys."""
+        known = self._programs.deep_rows(bucket.tokens, bucket.rows, fresh=bucket.fresh)
+        least = self._ops.ways.split_prompts
+        several = np.flatnonzero(step.count > 1)
+        if not known or least is None or not len(several):
+            return bucket
+        first = int(several[0])
+        if step.rows - first > known[-1] or int((step.start + step.count)[several].max()) < least:
+            return bucket
+        tokens = smallest(self._programs.token_sizes, max(FEW_ROWS, int(step.count[first:].sum())))
+        return replace(bucket, deep=smallest(known, step.rows - first), deep_tokens=tokens)
+
     # ---------------------------------------------------------------------------------------- what some steps do besides
 
     def _steer(self, slot: Ints, position: Ints, flight: Flight) -> None:
@@ -302,7 +373,7 @@ class GraphRunner:
             entries = int(columns.bias_start[count])
             if not steering.fits(entries):
                 self._gpu.settle()  # steps in flight read the old buffers
-                for key in [key for key in self._graphs if isinstance(key[-1], Draw) and key[-1].steered]:
+                for key in [key for key in list(self._graphs) if isinstance(key[-1], Draw) and key[-1].steered]:
                     del self._graphs[key]  # and these hold them
                 steering.grow(entries)
             steering.bias(columns, count=count, turn=flight.turn, biased=biased)
@@ -450,18 +521,34 @@ class GraphRunner:
 
     # -------------------------------------------------------------------------------------------------------------- life
 
-    def prepare(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = (), threads: int) -> None:
+    def prepare(
+        self,
+        sizes: Sequence[int],
+        *,
+        prompt_sizes: Sequence[int] = (),
+        threads: int,
+        measure: Measure = lambda name: nullcontext(),
+    ) -> None:
         """Compiles what the decode steps of so many rows and the prompt steps of so many tokens need, in `threads` threads."""
-        self._preparation.prepare(sizes, prompt_sizes=prompt_sizes, threads=threads)
+        self._preparation.prepare(sizes, prompt_sizes=prompt_sizes, threads=threads, measure=measure)
 
     def prepare_rest(self) -> None:
-        """Begins to compile all other kernels of the model, in a thread. A step that needs one of them waits for it."""
+        """Begins to compile all other kernels of the model, in a thread, and then to capture usual steps while nothing is asked. A step
+        that needs one of them waits for it, or captures it itself."""
         self._preparation.prepare_rest()
+        if self._want_graphs and self._gpu.on_gpu:
+            self._want_decode_ahead(Draw())
+            self._want_prompts_ahead()
 
     @property
     def prepared(self) -> bool:
         """Whether every kernel of the model is compiled."""
         return self._preparation.prepared
+
+    @property
+    def captured_ahead(self) -> bool:
+        """Whether the graphs of usual steps are there, too."""
+        return self._ahead.done
 
     def warm(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = ()) -> None:
         """Captures the decode steps of these many rows and the prompt steps of these many tokens, on empty steps: changes no slot."""
@@ -484,6 +571,7 @@ class GraphRunner:
 
     def close(self) -> None:
         """Waits for what flies and ends the threads that this has started."""
+        self._ahead.close()
         self._preparation.close()
         self._gpu.settle()
         self._graphs.clear()

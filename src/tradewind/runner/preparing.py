@@ -6,8 +6,11 @@ Knows: the sizes that together use every kernel of a model. Refuses to know: ste
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.launch import COMPILES, compiling
 from tradewind.kernels.triton.program import Launch, Program
+from tradewind.kernels.triton.tape import Bucket
 from tradewind.runner.buckets import FEW_ROWS
 from tradewind.runner.flight import Staging
 from tradewind.runner.programs import StepPrograms
@@ -27,8 +31,12 @@ KERNELS_CHANGE_AT = (1, 2, 16, 32, 48, 64, 128)
 """Sizes of steps that together use every kernel of a model; the largest step is added."""
 REST_THREADS = 4
 """Threads that compile behind the first steps: more would take the interpreter from the engine's own thread."""
+GIVE_WAY_S = 0.001
+"""Between two plans behind the first steps: a lock that is taken again at once is had by nobody else."""
 WOKEN = 1024
 """Steps up to this size have the library's kernels loaded behind the first steps; larger ones share a few."""
+Measure = Callable[[str], AbstractContextManager[None]]
+"""Times a block under a name."""
 COMMON_DRAWS = (
     Draw(),
     Draw(greedy=False),
@@ -46,7 +54,8 @@ class _Kernels:
     def add(self, program: Program) -> None:
         for launch in program.launches:
             if "pdl" in launch.options:  # the others are a library's
-                self._launches[launch.kernel, launch.text, launch.options.get("late")] = launch
+                options = launch.options
+                self._launches[launch.kernel, launch.text, options.get("late"), options["pdl"]] = launch
 
     def run(self) -> None:
         for launch in self._launches.values():
@@ -61,9 +70,16 @@ class Preparation:
         self._rest: Callable[[], None] | None = None
         self._compiler: threading.Thread | None = None
 
-    def prepare(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = (), threads: int) -> None:
-        """Plans the steps that together use every kernel of the model, and compiles what `sizes` and `prompt_sizes` need (see
-        `warm`): on a machine that has run these shapes before, kernels are found on disk in a moment.
+    def prepare(
+        self,
+        sizes: Sequence[int],
+        *,
+        prompt_sizes: Sequence[int] = (),
+        threads: int,
+        measure: Measure = lambda name: nullcontext(),
+    ) -> None:
+        """Compiles what `sizes` and `prompt_sizes` need (see `warm`): on a machine that has run these shapes before, kernels are found on
+        disk in a moment. The largest steps are planned too, whose scratch serves all others. `measure` takes the parts' times.
         """
         programs = self._programs
         changes = {
@@ -81,7 +97,7 @@ class Preparation:
             *(
                 programs.mixed(tokens, rows, fresh=fresh)
                 for tokens in prompts
-                for rows in programs.row_classes
+                for rows in programs.classes_of(tokens)
                 for fresh in programs.fresh_kinds(rows)
             ),
         }
@@ -89,21 +105,29 @@ class Preparation:
             buckets |= {
                 replace(bucket, shared=True) for bucket in buckets if bucket.rows >= programs.ops.tuning.shared_rows
             }
+        buckets |= {
+            replace(bucket, deep=deep, deep_tokens=tokens)
+            for bucket in buckets
+            if not bucket.singles
+            for deep in programs.deep_rows(bucket.tokens, bucket.rows, fresh=bucket.fresh)
+            for tokens in {min(FEW_ROWS, bucket.tokens), bucket.tokens}
+        }
         if programs.adapted:
             buckets |= {replace(bucket, adapted=True) for bucket in buckets}
         first = [programs.singles(rows, programs.length_sizes[0]) for rows in sizes]
         first += [programs.mixed(tokens, programs.row_classes[0], fresh=programs.fresh) for tokens in prompt_sizes]
         # The largest first: its scratch serves the others.
         ordered = sorted(buckets | set(first), key=lambda bucket: (-bucket.tokens, -bucket.longest))
-        now, later = _Kernels(), _Kernels()
-        for bucket in ordered:
-            program = programs.program("whole" if bucket.singles else "body", bucket)
-            (now if bucket in first else later).add(program)
-        for size in reversed(many):
-            (now if size == 1 else later).add(programs.head(size))
-
-        if not COMPILES:
-            return
+        most = ordered[0].tokens
+        large = [bucket for bucket in ordered if bucket.tokens == most and not (bucket.adapted or bucket.deep)]
+        large += [programs.singles(programs.rows, programs.longest)]
+        now = _Kernels()
+        with measure("programs"):
+            for bucket in (*large, *first):
+                program = self._planned(bucket)
+                if bucket in first:
+                    now.add(program)
+            now.add(programs.head(1))
 
         def compile_first() -> None:
             now.run()
@@ -117,7 +141,17 @@ class Preparation:
             kernels.write_rows(programs.tokens, self._staging.put(nothing), self._staging.put(nothing))
             kernels.write_entries(programs.tables[0], self._staging.put(nothing))
 
-        def compile_rest() -> None:
+        def plan_rest() -> _Kernels:
+            # One at a time, in the stream of the steps, which then find zeroed scratch.
+            later = _Kernels()
+            wanted = [partial(self._planned, bucket) for bucket in ordered]
+            for plan in (*wanted, *(partial(programs.head, size) for size in reversed(many))):
+                with self._gpu.quiet, self._gpu.working():
+                    later.add(plan())
+                time.sleep(GIVE_WAY_S)
+            return later
+
+        def compile_rest(later: _Kernels) -> None:
             later.run()
             for bucket in ordered:
                 programs.fetch(bucket)
@@ -126,16 +160,25 @@ class Preparation:
                     programs.lay_out_samples(size, draw)
                     programs.draw(size, draw)
 
-        with compiling(threads=threads):
-            compile_first()
+        if COMPILES:
+            with compiling(threads=threads, measure=measure, compilers=programs.ops.compilers):
+                compile_first()
         self._gpu.settle()
 
         def rest() -> None:
-            with compiling(threads=REST_THREADS):
-                compile_rest()
-            self._wake_library()
+            later = plan_rest()
+            if COMPILES:
+                compilers = programs.ops.compilers
+                with compiling(threads=compilers.count if compilers is not None else REST_THREADS, compilers=compilers):
+                    compile_rest(later)
+                if compilers is not None:
+                    compilers.close(complete=True)
+                self._wake_library()
 
         self._rest = rest
+
+    def _planned(self, bucket: Bucket) -> Program:
+        return self._programs.program("whole" if bucket.singles else "body", bucket)
 
     def prepare_rest(self) -> None:
         """Begins to compile, in a thread, what `prepare` left; `prepared` says when that is done. A step that needs one of them waits."""
@@ -156,6 +199,8 @@ class Preparation:
             for call in tape.calls:
                 if call.op in ("linear", "gated_linear"):
                     weight, dtype = call["weight"], call["out"].dtype
+                    if weight.layout == "fp8_block":  # never the library's
+                        continue
                     scale = weight.data[1] if weight.layout == "fp8" else None
                     found[weight.n, weight.k, weight.layout, dtype] = (weight.data[0], scale, dtype)
             for weight in found.values():
@@ -171,3 +216,5 @@ class Preparation:
         """Waits for the thread that compiles."""
         if self._compiler is not None:
             self._compiler.join()
+        if self._programs.ops.compilers is not None:
+            self._programs.ops.compilers.close()

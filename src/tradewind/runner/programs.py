@@ -11,6 +11,9 @@ what is launched (graph_runner).
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from tradewind.contract.kv import KVGroup
@@ -22,16 +25,26 @@ from tradewind.kernels.triton import shared as sharing
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.program import Program
+from tradewind.kernels.triton.program import Program, reserve_for_splits
 from tradewind.kernels.triton.tape import Bucket, Fresh
 from tradewind.models.registry import Model
-from tradewind.runner.buckets import FEW_ROWS, LONGEST, ladder
+from tradewind.runner.buckets import FEW_ROWS, LONGEST, ladder, smallest
 from tradewind.runner.steering import Steering
 from tradewind.sampling.resident import Draw
 
-SHORT = 4096
-"""Attention of more than FEW_ROWS rows is cut alike up to this length."""
+MANY_ROWS_LONGEST = (256, 4096)
+"""Attention of more than FEW_ROWS rows is cut alike up to each of these lengths, whatever LONGEST says below them."""
 MOST_LOGPROBS = 20
+SMALL_STEP, SMALL_STEP_ROWS = 1024, 32
+"""Steps with prompts of up to so many tokens have a grid for so many rows, too: there, programs for rows that are not there are many."""
+DEEP_ROWS = (1, 4)
+"""Prompts of a step whose attention may be cut over their keys: one, or so few."""
+LONG_CONTEXT, LONG_BESIDE = 32768, 64
+"""Where prompts may be so long, steps in which one goes on beside fewer rows than that are usual (`long_prompts`) ..."""
+LONG_CHUNKS = (16, 32, 64, 128, 192, 256, 384)
+"""... with chunks of so many tokens ..."""
+BEGINNING = 256
+"""... of which so many, or more, begin it."""
 Key = tuple[Any, ...]
 
 
@@ -58,10 +71,14 @@ class StepPrograms:
         self.capacity, self.rows, self.longest = max_tokens_per_step, max_running, max_context
         self._vocab = vocab_size
         self._pdl = gpu.on_gpu
-        self.fresh: Fresh = "all" if model.backend.name == "fa3" else "none"
+        latents = any(group.kind == "latent" for group in groups) and not ops.deterministic
+        self.fresh: Fresh = "all" if latents or model.backend.name == "fa3" else "none"
         """Steps whose prompts all begin in them have programs of their own."""
         self.ways = ops.ways
-        self.token_sizes, self.row_sizes = ladder(max_tokens_per_step), ladder(max_running)
+        self.row_sizes = ladder(max_running)
+        # Prompts that fill what a budget has for them, beside no running row: a bucket of the whole budget would compute 6 % for nothing.
+        prompts_alone = {max_tokens_per_step - max_running} if max_tokens_per_step >= 8 * max_running else set()
+        self.token_sizes = tuple(sorted({*ladder(max_tokens_per_step), *prompts_alone}))
         self.length_sizes = (*(size for size in LONGEST if size < max_context), max_context)
         mixed = sorted({1, FEW_ROWS, *self.ways.mixed_rows})
         self.row_classes = (*(size for size in mixed if size < max_running), max_running)
@@ -108,6 +125,16 @@ class StepPrograms:
             model.logits(model.forward(self.batch)[:max_running], out=self.logits, count=self._rows_count)
         self.whole_tape = tape
         self._programs: dict[Key, Program] = {}
+        self._planning = threading.Lock()
+        """Programs are planned one at a time, by whichever thread wants one: plans share scratch."""
+        cut = [
+            replace(self.mixed(tokens, rows, fresh="none"), deep=deep, deep_tokens=tokens)
+            for tokens in self.token_sizes
+            for rows in self.classes_of(tokens)
+            for deep in self.deep_rows(tokens, rows, fresh="none")
+        ]
+        if cut:  # now, because a capture must not allocate
+            reserve_for_splits(tape, cut)
 
     def _forward_batch(self) -> ForwardBatch:
         """The batch over buffers of fixed address, filled by kernels."""
@@ -149,6 +176,41 @@ class StepPrograms:
             tokens=tokens, rows=rows, singles=False, longest=self.longest, fresh=fresh, shared=shared, adapted=adapted
         )
 
+    def classes_of(self, tokens: int) -> tuple[int, ...]:
+        """The numbers of rows that steps with prompts and so many tokens have grids for."""
+        if tokens > SMALL_STEP or self.rows <= SMALL_STEP_ROWS:
+            return self.row_classes
+        return tuple(sorted({*self.row_classes, SMALL_STEP_ROWS}))
+
+    def deep_rows(self, tokens: int, rows: int, *, fresh: Fresh) -> tuple[int, ...]:
+        """The numbers of long prompts that steps of so many tokens and rows are told apart by (see `Bucket.deep`)."""
+        least = self.ways.split_prompts
+        long = least is not None and self.longest >= least and any(group.kind != "latent" for group in self.groups)
+        if not long or self.ops.deterministic or fresh == "all" or tokens > self.ops.tuning.split_tokens:
+            return ()
+        return (1,) if rows == 1 else DEEP_ROWS
+
+    def long_prompts(self) -> tuple[Bucket, ...]:
+        """Steps in which a long prompt goes on, and those in which it begins, beside answers whose pace keeps its chunks short
+        (engine/pacing.py): deep ones first. Empty where no prompt can be long."""
+        if self.longest < LONG_CONTEXT:
+            return ()
+        deep: dict[Bucket, None] = {}
+        begin: dict[Bucket, None] = {}
+        for chunk in LONG_CHUNKS:
+            for fewer, rows in pairwise(self.classes_of(chunk)):
+                if rows > LONG_BESIDE or rows - 1 + chunk > self.capacity:
+                    break
+                held = (smallest(self.token_sizes, max(FEW_ROWS, chunk + answers)) for answers in range(fewer, rows))
+                for tokens in dict.fromkeys(held):
+                    bucket = self.mixed(tokens, rows, fresh="none")
+                    if chunk >= BEGINNING:
+                        begin[self.mixed(tokens, rows, fresh=self.fresh)] = begin[bucket] = None
+                    for last in self.deep_rows(tokens, rows, fresh="none")[:1]:
+                        own = smallest(self.token_sizes, max(FEW_ROWS, chunk))
+                        deep[replace(bucket, deep=last, deep_tokens=own)] = None
+        return (*deep, *begin)
+
     def fresh_kinds(self, rows: int) -> tuple[Fresh, ...]:
         """Those that steps of so many rows may be of."""
         if self.fresh == "none":
@@ -159,15 +221,28 @@ class StepPrograms:
         """The classes of length that decode steps of so many rows are told apart by."""
         if rows <= FEW_ROWS:
             return self.length_sizes
-        return tuple(dict.fromkeys(max(most, min(SHORT, self.longest)) for most in self.length_sizes))
+        sizes = {*MANY_ROWS_LONGEST, *(size for size in LONGEST if size > MANY_ROWS_LONGEST[-1])}
+        return (*sorted(size for size in sizes if size < self.longest), self.longest)
 
     def program(self, kind: str, bucket: Bucket) -> Program:
-        """The launches of a size, planned when it is first asked for. Kind: "body", "head", "whole"."""
+        """The launches of a size, planned when it is first asked for. Kind: "body", "head", "whole". From any thread; what a plan zeroes
+        lies in the caller's stream."""
         program = self._programs.get((kind, bucket))
         if program is None:
-            tape = {"body": self.body_tape, "head": self.head_tape, "whole": self.whole_tape}[kind]
-            program = self._programs[kind, bucket] = tape.program(bucket)
+            with self._planning:
+                program = self._programs.get((kind, bucket))
+                if program is None:
+                    tape = {"body": self.body_tape, "head": self.head_tape, "whole": self.whole_tape}[kind]
+                    program = self._programs[kind, bucket] = tape.program(bucket)
         return program
+
+    def plan(self, key: Key) -> None:
+        """Plans what a graph of that key holds: a capture must not allocate."""
+        kind, size = key[:2]
+        if kind == "sample":
+            self.head(size)
+        else:
+            self.program(kind, size)
 
     def head(self, size: int) -> Program:
         """The head's program for so many rows."""

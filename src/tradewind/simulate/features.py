@@ -31,6 +31,10 @@ class Features(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens that the other rows read from the cache, themselves included. Layers with a window count in proportion."""
     prefill_context: int = 0
     """Sum over the tokens of prefill rows of the tokens that each of them sees."""
+    prefill_rows: int = 0
+    """Rows that compute more than one known token."""
+    prefill_keys: int = 0
+    """Tokens that prefill rows see, counted once for each row: what is read however few of its tokens are computed."""
     logit_rows: int = 0
     masked_rows: int = 0
     """Rows that are sampled under a grammar's mask."""
@@ -43,6 +47,8 @@ NAMES = {
     "prefill_tokens": "prompt tokens",
     "decode_context": "tokens read by decode rows",
     "prefill_context": "token pairs in prompts",
+    "prefill_rows": "prompts",
+    "prefill_keys": "tokens read by prompts",
     "logit_rows": "rows of logits",
     "masked_rows": "masked rows",
 }
@@ -70,21 +76,25 @@ class FeatureReader:
         tokens = int(count.sum())
         if tokens == rows and self._plain and bool((wants == LAST).all()):
             # Nothing but decode rows: the usual step.
-            decode_context, prefill_context, prefill_tokens, logit_rows = int(step.start.sum()) + rows, 0, 0, rows
+            decode_context, prefill_context, prefill_keys, prefill_tokens = int(step.start.sum()) + rows, 0, 0, 0
+            logit_rows, prefill_rows = rows, 0
         else:
             chunk = count - drafts > 1
+            prefill_rows = int(chunk.sum())
             if self._plain:  # few rows are chunks
-                decode_context, prefill_context, prefill_tokens = int(step.start.sum()) + tokens, 0, 0
+                decode_context, prefill_context, prefill_keys, prefill_tokens = int(step.start.sum()) + tokens, 0, 0, 0
                 for row in np.flatnonzero(chunk).tolist():
                     begin, long = int(step.start[row]), int(count[row])
                     decode_context -= begin + long
                     prefill_context += long * begin + long * (long + 1) // 2
+                    prefill_keys += begin + long
                     prefill_tokens += long
             else:
                 start, size = step.start.astype(np.float64), count.astype(np.float64)
                 decode = ~chunk
                 decode_context = round(self._seen(start[decode] + size[decode] - 1))
                 prefill_context = round(self._pairs(start[chunk], size[chunk]))
+                prefill_keys = round(self._seen_once(start[chunk], size[chunk]))
                 prefill_tokens = int(count[chunk].sum())
             every = (wants == ALL) | (wants == ALL_NO_SAMPLE)
             logit_rows = int((wants == LAST).sum())
@@ -99,6 +109,8 @@ class FeatureReader:
             prefill_tokens=prefill_tokens,
             decode_context=decode_context,
             prefill_context=prefill_context,
+            prefill_rows=prefill_rows,
+            prefill_keys=prefill_keys,
             logit_rows=logit_rows,
             masked_rows=masked,
         )
@@ -111,6 +123,17 @@ class FeatureReader:
                 seen = position + 1
             else:
                 seen = position % window + 1 if restarts else np.minimum(position + 1, window)
+            total += part * float(seen.sum())
+        return total
+
+    def _seen_once(self, start: Reals, size: Reals) -> float:
+        """Tokens that chunks see, each counted once for a chunk, in the mean over layers."""
+        total = 0.0
+        for window, restarts, part in self._windows:
+            if window is None:
+                seen = start + size
+            else:
+                seen = size + (start % window if restarts else np.minimum(start, window - 1))
             total += part * float(seen.sum())
         return total
 

@@ -68,6 +68,8 @@ def step_seconds_of(times: StepTime) -> StepSeconds:
                 prefill_tokens=chunk,
                 decode_context=context,
                 prefill_context=chunk * start + chunk * (chunk + 1) // 2,
+                prefill_rows=1 if chunk else 0,
+                prefill_keys=start + chunk if chunk else 0,
                 logit_rows=rows + (chunk > 0),
             )
         )

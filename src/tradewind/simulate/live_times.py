@@ -56,13 +56,16 @@ Run = Callable[[Callable[[], None]], None]
 class _Seconds:
     """A StepTime asked with plain numbers: the pacer asks a dozen times for each step."""
 
-    __slots__ = ("_a", "_b", "_c", "_curve", "_d")
+    __slots__ = ("_a", "_b", "_c", "_curve", "_d", "_f", "_g")
 
     def __init__(self, times: StepTime) -> None:
         self._curve = times.curve_s
         self._a, self._b, self._c, self._d, _ = times.extra_s
+        self._f, self._g = times.prompt_s
 
-    def __call__(self, tokens: float, rows: float, context: float, pairs: float, logits: float) -> float:
+    def __call__(
+        self, tokens: float, rows: float, context: float, pairs: float, logits: float, prompts: float, keys: float
+    ) -> float:
         curve = self._curve
         place = bisect_left(KNOTS, tokens)
         if place == 0:
@@ -72,7 +75,15 @@ class _Seconds:
         else:
             left = KNOTS[place - 1]
             curve_s = curve[place] + (curve[place + 1] - curve[place]) * (tokens - left) / (KNOTS[place] - left)
-        return curve_s + self._a * context + self._b * pairs + self._c * rows + self._d * logits
+        return (
+            curve_s
+            + self._a * context
+            + self._b * pairs
+            + self._c * rows
+            + self._d * logits
+            + self._f * prompts
+            + self._g * keys
+        )
 
 
 class FittedSeconds:
@@ -85,13 +96,15 @@ class FittedSeconds:
         self._low = fitted.low.tokens / REACH
         self._tokens, self._rows, self._chunk = high.tokens * REACH, high.rows * REACH, high.prefill_tokens * REACH
         self._context, self._pairs = high.decode_context * REACH, high.prefill_context * REACH
-        self._logits = high.logit_rows * REACH
+        self._logits, self._keys = high.logit_rows * REACH, high.prefill_keys * REACH
 
     def __call__(self, *, rows: int, context: int, chunk: int, start: int) -> float:
         """See StepSeconds."""
         tokens = rows + chunk
         lines = rows + (chunk > 0)
         pairs = chunk * start + chunk * (chunk + 1) // 2
+        prompts = 1 if chunk else 0
+        keys = prompts * (start + chunk)
         if (
             self._low <= tokens <= self._tokens
             and lines <= self._rows
@@ -99,9 +112,10 @@ class FittedSeconds:
             and context <= self._context
             and pairs <= self._pairs
             and lines <= self._logits
+            and keys <= self._keys
         ):
-            return self._fitted(tokens, lines, context, pairs, lines)
-        prior_s = self._prior(tokens, lines, context, pairs, lines)
+            return self._fitted(tokens, lines, context, pairs, lines, prompts, keys)
+        prior_s = self._prior(tokens, lines, context, pairs, lines, prompts, keys)
         # The nearest that was fitted. Where chunks are longer than any that was, so are the tokens.
         most = min(self._tokens, self._tokens if chunk <= self._chunk else self._chunk + rows)
         edge = (
@@ -110,6 +124,8 @@ class FittedSeconds:
             min(context, self._context),
             min(pairs, self._pairs),
             min(lines, self._logits),
+            prompts,
+            min(keys, self._keys),
         )
         edge_s = self._fitted(*edge)
         if tokens < self._low:
@@ -329,6 +345,7 @@ def live_times_of(
     pace: Pace,
     prepared: Callable[[], bool] = lambda: True,
     file: Path | None = None,
+    run: Run | None = None,
 ) -> LiveTimes | None:
     """What the plan wants; None where it fits nothing and no file is named. Raises UserError for a file that cannot be used."""
     schedule = plan.schedule
@@ -346,4 +363,5 @@ def live_times_of(
         prepared=prepared,
         file=file,
         made_for=made_for(plan),
+        run=run,
     )

@@ -271,7 +271,7 @@ class StepLog:
     def _estimate(self, report: StepDone) -> Features:
         """Features from events alone: chunks begin where their requests were, tokens tell how long the decode rows' contexts are."""
         pairs = 0.0
-        chunk_tokens = chunks = single_context = 0
+        chunk_tokens = chunks = chunk_keys = single_context = 0
         for name, size in zip(report.chunk_ids, report.chunk_tokens, strict=True):
             known = self._open.get(name)
             start = known.known if known is not None else 0
@@ -280,6 +280,7 @@ class StepLog:
             if size > 1:
                 chunks += 1
                 chunk_tokens += size
+                chunk_keys += start + size
                 pairs += size * start + size * (size + 1) / 2
             else:
                 single_context += start + 1
@@ -311,6 +312,8 @@ class StepLog:
             prefill_tokens=chunk_tokens,
             decode_context=context + single_context,
             prefill_context=round(pairs),
+            prefill_rows=chunks,
+            prefill_keys=chunk_keys,
             logit_rows=min(logit_rows, report.rows),
         )
 

@@ -3,6 +3,9 @@
 Knows: sums over a step's columns, seconds per unit of each, and where those seconds were measured. Refuses to know: schedulers and clocks.
 
     seconds = curve(tokens) + a * decode context + b * prefill context + c * rows + d * logit rows + e * masked rows
+              + f * prefill rows + g * prefill keys
+
+The last two are for few tokens of a prompt behind many others: all keys before them are read, however few they are.
 
 The curve is a line through knots at powers of two, monotone but neither convex nor concave: weights are read once whatever the tokens
 (flat), compute takes over (steep), and kernels change in between (anything). All coefficients are at least zero. Where the log has no
@@ -40,6 +43,7 @@ HOLD_OUT = 5
 PULL, SMOOTH = 1e-3, 0.02
 """What coefficients pay, in squared relative errors: for being off the scaled roofline by all of it, and for being off their neighbour on
 the curve (both relative to the roofline). So beyond what was measured the curve goes on as its last measured part did."""
+BALANCE = 8.0
 QUANTILES = 41
 """Points of the distribution of measured to predicted time."""
 APART = 20
@@ -51,10 +55,18 @@ FLOOR = 0.1
 LAYER_S = {"cpu": 5e-6, "cuda": 20e-6}
 """Time per layer that nothing else explains: starting its ops."""
 ROW_S, MASKED_ROW_S = 1e-6, 2e-5
+PROMPT_LAYER_S = 20e-6
+"""Time per layer that attention of a prompt's row takes however few its tokens and keys are."""
+KEYS_SHARE = 0.5
+"""Part of the time to read a prompt's keys once that its multiplying does not hide: 16 and 64 tokens behind 131,072 took 0.163 and 0.324 ms
+a layer where reading them takes 0.122 (benchmarks/results/long-rounds-h200.json)."""
 
 
 EXTRAS = ("decode_context", "prefill_context", "rows", "logit_rows", "masked_rows")
-"""Features with one coefficient each, in the order of `StepTime.extra_s`."""
+"""Features with one coefficient each, in the order of `StepTime.extra_s` ..."""
+PROMPTS = ("prefill_rows", "prefill_keys")
+"""... and in that of `StepTime.prompt_s`."""
+FITTED = (*EXTRAS, *PROMPTS)
 
 
 class HostTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +101,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds at 0 tokens and at each of KNOTS."""
     extra_s: tuple[float, ...]
     """Seconds per unit of each of EXTRAS."""
+    prompt_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds for each row of a prompt and for each token that it sees, whatever the number of its own."""
     host: HostTime = HostTime()
     steps: int = 0
     """Steps fitted; 0 is a roofline."""
@@ -121,6 +135,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
             left = KNOTS[place - 1]
             curve_s = curve[place] + (curve[place + 1] - curve[place]) * (tokens - left) / (KNOTS[place] - left)
         a, b, c, d, e = self.extra_s
+        f, g = self.prompt_s
         return (
             curve_s
             + a * step.decode_context
@@ -128,6 +143,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
             + c * step.rows
             + d * step.logit_rows
             + e * step.masked_rows
+            + f * step.prefill_rows
+            + g * step.prefill_keys
         )
 
     def ratio(self, draw: float, *, prompts: bool = False) -> float:
@@ -162,6 +179,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
             and step.prefill_tokens <= high.prefill_tokens * REACH
             and step.decode_context <= high.decode_context * REACH
             and step.prefill_context <= high.prefill_context * REACH
+            and step.prefill_rows <= high.prefill_rows * REACH
+            and step.prefill_keys <= high.prefill_keys * REACH
             and step.logit_rows <= high.logit_rows * REACH
             and step.masked_rows <= high.masked_rows * REACH
         )
@@ -221,7 +240,8 @@ def roofline(plan: Plan) -> StepTime:
     card, machine, numerics = plan.card, plan.hardware, plan.numerics
     bandwidth = machine.memory_bytes_per_s * BANDWIDTH_SHARE
     flops = machine.matmul_flops_per_s * FLOPS_SHARE
-    weights_s = matmul_bytes(card, compute=numerics.compute, quantization=numerics.quantization) / bandwidth
+    weights = matmul_bytes(card, compute=numerics.compute, quantization=numerics.quantization, backend=numerics.backend)
+    weights_s = weights / bandwidth
     token_s = 2 * matmul_parameters(card) / flops
     steady_s = LAYER_S[machine.kind] * card.layers
     curve = [steady_s + max(weights_s, token_s * tokens) for tokens in KNOTS]
@@ -235,6 +255,7 @@ def roofline(plan: Plan) -> StepTime:
         source=f"roofline of {card.name} on {machine.name}",
         curve_s=(curve[0] * 0.99, *curve),
         extra_s=(kv_bytes / bandwidth, pair_flops / flops, ROW_S, logits_s, MASKED_ROW_S),
+        prompt_s=(PROMPT_LAYER_S * card.layers, KEYS_SHARE * kv_bytes / bandwidth),
     )
 
 
@@ -267,13 +288,15 @@ def _fit_checked(columns: Reals, seconds: Reals, prior: StepTime) -> tuple[StepT
     design = _design(columns)
     scale = _coefficients(prior)
     seen = np.arange(len(seconds)) % HOLD_OUT != HOLD_OUT - 1
-    checked = _solve(design[seen], seconds[seen], scale)
-    whole = _solve(design, seconds, scale)
-    steps = len(whole) - len(EXTRAS)
+    prompts = _with_prompts(columns)
+    checked = _solve(design[seen], seconds[seen], scale, kind=prompts[seen])
+    whole = _solve(design, seconds, scale, kind=prompts)
+    steps = len(whole) - len(FITTED)
     model = msgspec.structs.replace(
         prior,
         curve_s=tuple(np.cumsum(whole[:steps]).tolist()),
-        extra_s=tuple(whole[steps:].tolist()),
+        extra_s=tuple(whole[steps : steps + len(EXTRAS)].tolist()),
+        prompt_s=(float(whole[-2]), float(whole[-1])),
         steps=len(seconds),
         low=_corner(columns.min(axis=0)),
         high=_corner(columns.max(axis=0)),
@@ -319,7 +342,7 @@ def _coefficients(model: StepTime) -> Reals:
     curve = model.curve_s
     rises = [curve[0], *(right - left for left, right in pairwise(curve))]
     floor = 1e-9 * max(curve[-1], 1e-9)
-    out: Reals = np.maximum(np.array([*rises, *model.extra_s]), floor)
+    out: Reals = np.maximum(np.array([*rises, *model.extra_s, *model.prompt_s]), floor)
     return out
 
 
@@ -331,16 +354,22 @@ def _design(columns: Reals) -> Reals:
     climbed = np.clip((tokens - left) / (right - left), 0, 1)
     over = np.maximum(tokens[:, 0] - KNOTS[-1], 0) / (KNOTS[-1] - KNOTS[-2])
     climbed[:, -1] += over
-    extras = columns[:, [FIELDS.index(name) for name in EXTRAS]]
+    extras = columns[:, [FIELDS.index(name) for name in FITTED]]
     return np.concatenate((np.ones_like(tokens), climbed, extras), axis=1)
 
 
-def _solve(design: Reals, seconds: Reals, scale: Reals) -> Reals:
-    """Coefficients >= 0 of least relative error, pulled towards `scale` times one common factor; outliers count less (Huber)."""
+def _solve(design: Reals, seconds: Reals, scale: Reals, *, kind: npt.NDArray[np.bool_] | None = None) -> Reals:
+    """Coefficients >= 0 of least relative error, pulled towards `scale` times one common factor; outliers among their kind count less
+    (Huber), and the kind that has fewer steps up to BALANCE times as much for each: a step with a prompt is judged by one without."""
     scaled = design * scale
     factor = float(np.median(seconds / np.maximum(scaled.sum(axis=1), 1e-12)))
     predicted = seconds
-    weight = np.ones_like(seconds)
+    some = np.zeros(len(seconds), np.bool_) if kind is None else kind
+    parts = [part for part in (some, ~some) if part.any()]
+    fair = np.ones_like(seconds)
+    for part in parts:
+        fair[part] = min(BALANCE, max(1.0, len(seconds) / (len(parts) * part.sum())))
+    weight = np.sqrt(fair)
     solution = np.full(len(scale), factor)
     penalty = PULL * np.eye(len(scale)) + SMOOTH * _neighbours(len(scale))
     for _ in range(4):
@@ -352,15 +381,16 @@ def _solve(design: Reals, seconds: Reals, scale: Reals) -> Reals:
         solution = non_negative(gram, np.einsum("ni,n->i", rows, goal) + PULL) * factor
         predicted = np.maximum(np.einsum("ni,i->n", scaled, solution), 1e-3 * seconds)
         off = np.abs(seconds / predicted - 1)
-        limit = max(0.05, 3 * float(np.median(off)))
-        weight = np.sqrt(np.minimum(1.0, limit / np.maximum(off, 1e-12)))
+        for part in parts:
+            limit = max(0.05, 3 * float(np.median(off[part])))
+            weight[part] = np.sqrt(fair[part] * np.minimum(1.0, limit / np.maximum(off[part], 1e-12)))
     return solution * scale
 
 
 def _neighbours(size: int) -> Reals:
     """The quadratic form that sums squared differences between adjacent rises of the curve; zero where there is no curve (host times)."""
     form = np.zeros((size, size))
-    if size == 1 + len(KNOTS) + len(EXTRAS):
+    if size == 1 + len(KNOTS) + len(FITTED):
         for left in range(1, len(KNOTS)):
             right = left + 1
             form[left, left] += 1
@@ -438,18 +468,19 @@ Pair = TypeVar("Pair")
 class OnlineFit:
     """A model that follows the engine: `take` each step (microseconds), `refit` now and then (milliseconds).
 
-    It keeps the newest steps of each size, so that a day of decoding does not make it forget what a long prompt costs. Each step is
-    predicted before it is learnt from, and the stated errors are those of the newest predictions.
+    It keeps the newest steps of each size, so that a day of decoding does not make it forget what a long prompt costs, and chunks of 16
+    tokens not what those of 32 took. Each step is predicted before it is learnt from, and the stated errors are those of the newest
+    predictions.
     """
 
     KEPT = 256
-    """Steps of each size, with and without prompts."""
+    """Steps of each size and of each length of prompts' chunks."""
     JUDGED = 512
 
     def __init__(self, prior: StepTime) -> None:
         self._prior = prior
         self._model = prior
-        self._kept: dict[tuple[int, bool], deque[tuple[Features, float]]] = {}
+        self._kept: dict[tuple[int, int], deque[tuple[Features, float]]] = {}
         self._judged: deque[tuple[float, float]] = deque(maxlen=self.JUDGED)
         self.taken = 0
 
@@ -469,7 +500,7 @@ class OnlineFit:
         self.taken += 1
         if self._model.steps and self._model.trustworthy(features):
             self._judged.append((self._model.device_s(features), seconds))
-        key = (features.tokens.bit_length(), features.prefill_tokens > 0)
+        key = (features.tokens.bit_length(), features.prefill_tokens.bit_length())
         self._kept.setdefault(key, deque(maxlen=self.KEPT)).append((features, seconds))
 
     def refit(self) -> StepTime:

@@ -198,4 +198,8 @@ def times_for(variant: Plan, *, plan: Plan, times: StepTime) -> StepTime:
         source=f"{times.source}, carried over by the roofline",
         curve_s=tuple(t * b / a for t, a, b in zip(times.curve_s, here.curve_s, there.curve_s, strict=True)),
         extra_s=tuple(t * b / a for t, a, b in zip(times.extra_s, here.extra_s, there.extra_s, strict=True)),
+        prompt_s=(
+            times.prompt_s[0] * there.prompt_s[0] / here.prompt_s[0],
+            times.prompt_s[1] * there.prompt_s[1] / here.prompt_s[1],
+        ),
     )

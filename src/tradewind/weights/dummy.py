@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tradewind.config.card import ModelCard
 from tradewind.config.plan import NumericsPlan
 from tradewind.quantization.fp8 import fits_fp8
+from tradewind.quantization.fp8_block import STORED
 from tradewind.quantization.scheme import Compute, Numerics, Ops, choose_scheme
 from tradewind.weights.load import FamilyRow, packing
 from tradewind.weights.tensor import RawTensor
@@ -101,7 +102,7 @@ class DummyWeights:
         table = None if others else self._tables.get(self._inside + first)
         if table is not None and hasattr(self._ops, "matrix_of_rows"):
             return self._device.matrix_of_rows(table)
-        return self._pack(sizes, k=k, numerics=numerics, gated=False)
+        return self._pack(sizes, k=k, numerics=numerics, gated=False, sensitive=sensitive)
 
     def gated(self, gate: str, up: str, *, n: int, k: int) -> Any:
         return self._pack({gate: n, up: n}, k=k, numerics=self._numerics, gated=True)
@@ -124,12 +125,19 @@ class DummyWeights:
         values = self._generator(self._inside + name).standard_normal(shape, np.float32)
         return values * np.float32(shape[-1] ** -0.5)
 
-    def _pack(self, sizes: dict[str, int], *, k: int, numerics: Numerics, gated: bool) -> Any:
+    def _layout(self, numerics: Numerics, sides: tuple[int, ...], *, sensitive: bool) -> str:
+        """How a device keeps a matrix: as the plan quantises it, or as the files that the card tells of have it."""
+        published = STORED in self._card.weight_formats and numerics.quantization == "none" and not sensitive
+        if not fits_fp8(sides) or not (published or numerics.quantization == "fp8"):
+            return "bf16"
+        return "fp8_block" if published else "fp8"
+
+    def _pack(self, sizes: dict[str, int], *, k: int, numerics: Numerics, gated: bool, sensitive: bool = False) -> Any:
         if hasattr(self._ops, "random_matrix"):
             return self._device.random_matrix(
                 sum(sizes.values()),
                 k,
-                layout="fp8" if numerics.quantization == "fp8" and fits_fp8((*sizes.values(), k)) else "bf16",
+                layout=self._layout(numerics, (*sizes.values(), k), sensitive=sensitive),
                 gated=gated,
                 seed=self._seed_of("+".join(self._inside + name for name in sizes)),
                 scale=self._spread(next(iter(sizes)), k),

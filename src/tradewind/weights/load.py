@@ -24,7 +24,7 @@ from tradewind.contract.errors import UserError
 from tradewind.quantization.blocks import BLOCKS
 from tradewind.quantization.plain import as_float
 from tradewind.quantization.scheme import Compute, Numerics, Ops, choose_scheme
-from tradewind.weights.block_scales import SCALES, dequantised
+from tradewind.weights.block_scales import SCALES, dequantised, kept
 from tradewind.weights.checkpoint import Checkpoint
 from tradewind.weights.regroup import Derived, Regroup, regrouped
 from tradewind.weights.split import NUMBER, Fused, parts_of
@@ -147,6 +147,8 @@ class PlacedWeights:
     def _pack(self, sizes: dict[str, int], *, k: int, numerics: Numerics, gated: bool = False) -> Any:
         """Stacks (or joins as gate and up) and packs the matrices at `sizes`."""
         take, find = self._loading.take, self._loading.find
+        if all(self._loading.keeps(f"{self._inside}{name}.weight", numerics) for name in sizes):
+            take, find = self._loading.take_stored, self._loading.find_stored
         scheme = choose_scheme([find(f"{self._inside}{name}.weight").format for name in sizes], numerics)
         parts = [
             {suffix: take(f"{self._inside}{name}.{suffix}", shape) for suffix, shape in scheme.expects((n, k)).items()}
@@ -221,7 +223,12 @@ class _Loading:
                 at.update(parts)
             elif not name.startswith(family.ignored):
                 self._unplaced.append(name)
-        self._at = dequantised(regrouped(at, family.regroup))
+        whole = regrouped(at, family.regroup)
+        self._at = dequantised(whole)
+        self._stored: dict[str, RawTensor] = {}
+        if getattr(ops, "keeps_fp8_blocks", False):
+            rows = family.gguf_interleaved if checkpoint.kind == "gguf" else family.hf_interleaved
+            self._stored = kept(whole, but=lambda place: NUMBER.sub("{}", place) in rows)
         self._all_bytes = sum(tensor.nbytes for tensor in self._at.values())
 
     def find(self, place: str) -> RawTensor | Derived:
@@ -237,20 +244,44 @@ class _Loading:
     def take(self, place: str, shape: tuple[int, ...]) -> RawTensor:
         """The tensor at a place after checking its shape, with rows in half-split rope order."""
         tensor = self.find(place)
-        if tensor.shape != shape:
-            raise WeightsError(
-                f"{self.where}: tensor '{shown(tensor.name)}' has the shape {tensor.shape}; its description asks for {shape}"
-            )
-        if place not in self._taken:
-            self._taken.add(place)
-            self._loaded_bytes += tensor.nbytes
-            if self._progress is not None and not self._streams:
-                self._progress(self._loaded_bytes, self._all_bytes)
+        self._check(tensor, shape)
+        self._take(tensor, place)
         if isinstance(tensor, Derived):
             return tensor.made()
         return in_rope_order(
             tensor, place, family=self._family, card=self._card, gguf=self._checkpoint.kind == "gguf"
         )  # fmt: skip
+
+    def _check(self, tensor: RawTensor | Derived, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
+            raise WeightsError(
+                f"{self.where}: tensor '{shown(tensor.name)}' has the shape {tensor.shape}; its description asks for {shape}"
+            )
+
+    def _take(self, tensor: RawTensor | Derived, place: str) -> None:
+        """Counts a tensor as asked for."""
+        if place in self._taken:
+            return
+        self._taken.add(place)
+        self._loaded_bytes += tensor.nbytes
+        if self._progress is not None and not self._streams:
+            self._progress(self._loaded_bytes, self._all_bytes)
+
+    def keeps(self, place: str, numerics: Numerics) -> bool:
+        """Whether the matrix at a place is packed as it is stored, FP8 with scales by blocks."""
+        return place in self._stored and numerics.quantization == "none" and numerics.compute == "bf16"
+
+    def find_stored(self, place: str) -> RawTensor:
+        """The tensor at a place that `keeps` is true of, as it is stored."""
+        return self._stored[place]
+
+    def take_stored(self, place: str, shape: tuple[int, ...]) -> RawTensor:
+        """The same, or the scales beside it, after checking the shape."""
+        if not place.endswith(SCALES):
+            self._check(self._at[place], shape)
+            self._take(self._at[place], place)
+        self._check(self._stored[place], shape)
+        return self._stored[place]
 
     def report_left(self, left_bytes: int) -> None:
         """Progress of an op set that streams."""

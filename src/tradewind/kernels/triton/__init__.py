@@ -12,5 +12,7 @@ keys before its wait (attention), or what was routed two kernels before (moe.one
 
     kernel i - 2 (wrote lengths ...)  ends  ->  kernel i - 1 (late) returns from its wait, lets i start  ->  kernel i (early) reads them
 
+Shared experts of small steps run on a second stream; how that goes with dependent launches is written in lanes.py.
+
 Physical KV layout of this op set: k and v are [pages, G, B, D]; one head of a page is one contiguous piece.
 """

@@ -2,7 +2,8 @@
 
 Knows: pages, splits, the merge by the last program to arrive. Refuses to know: schedules, page owners, rows of several tokens (prefill.py).
 
-    program  (split, kv head, row); keys of split s: [s C, (s + 1) C), C = the row's length over SPLITS, rounded up to whole tiles
+    program  (split, kv head, row); keys of split s: [s C, (s + 1) C), C = the row's length over SPLITS, rounded up to whole tiles, and no
+             less than LEAST: so a short row beside a long one is not cut into crumbs
     tile     the H / G query heads of one kv head against BN keys: the pages' bytes are read once for all of them
     shared   leading keys that all rows share were another kernel's (shared.py): the first split folds in what that left, in order
     fresh    with FUSED the row's own new key and value come from qkv: rotated and stored by the program that holds the last split, and
@@ -79,7 +80,8 @@ def _decode_kernel(
     angles_ptr, q_weight_ptr, k_weight_ptr, eps,
     table_stride, scale, window, cap, k_scale, v_scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, B: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, TOGETHER: tl.constexpr, DOT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, TOGETHER: tl.constexpr,
+    DOT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, STARTS: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
     EARLY: tl.constexpr, COUNTED: tl.constexpr, SHARED: tl.constexpr, SHARED_BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +126,8 @@ def _decode_kernel(
     if SHARED > 0:
         first = tl.load(found_ptr)
     chunk = tl.cdiv(tl.cdiv(length - first, BN), SPLITS) * BN
+    if LEAST > BN:
+        chunk = tl.maximum(chunk, LEAST // BN * BN)
     begin = first + split * chunk
     if begin >= length:
         if EARLY:
@@ -377,7 +381,7 @@ def paged_decode(
         angles if fused else q, q_weight if q_weight is not None else q, k_weight if k_weight is not None else q, eps,
         page_table.stride(0), scale, window or 0, softcap or 0.0, k_scale, v_scale,
         H=heads, G=kv_heads, D=dim, B=page_tokens,
-        BM=pow2(ratio, 16), BN=config.block_n, HALF=half, SPLITS=config.splits, TOGETHER=together, DOT=dot,
+        BM=pow2(ratio, 16), BN=config.block_n, HALF=half, SPLITS=config.splits, LEAST=config.least_keys, TOGETHER=together, DOT=dot,
         WINDOW=window_kind(window, chunked=chunked), CAP=softcap is not None, SINKS=sinks is not None, STARTS=query_start is not None,
         FUSED=fused, NORM=q_weight is not None, EARLY=early, COUNTED=rows is not None,
         SHARED=shared.splits if shared is not None else 0, SHARED_BN=shared.block_n if shared is not None else 1,

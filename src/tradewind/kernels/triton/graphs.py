@@ -74,6 +74,7 @@ class Gpu:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.on_gpu else None
+        self._beside = torch.cuda.Stream(device) if self.on_gpu else None
         self._pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
         self.quiet = threading.Lock()
         """Held while a graph is captured, and by another thread while it does what would spoil a capture (waiting for the device, giving
@@ -91,7 +92,8 @@ class Gpu:
     def settle(self) -> None:
         """What was done outside the stream (weights, zeroed buffers) is done before what follows in it."""
         if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+            with self.quiet:
+                torch.cuda.synchronize(self.device)
 
     def zeros(self, *shape: int) -> Tensor:
         """int32 on the device."""
@@ -123,12 +125,25 @@ class Gpu:
         event.record(self._stream)
         return Mark(event)
 
-    def capture(self, run: Callable[[], None]) -> Graph:
-        """The launches of `run` as a graph; nothing is executed. The library's handles must be there: something of its kind has run."""
+    def begin_beside(self) -> None:
+        """Makes the calling thread fit to capture beside the one that works: the matmul library wants a handle in each thread."""
+        if not self.on_gpu:
+            return
+        assert self._beside is not None
+        torch.cuda.set_device(self._beside.device)
+        torch.cuda.set_stream(self._beside)  # of this thread
+        with self.quiet:
+            small = torch.zeros((16, 16), dtype=torch.bfloat16, device=self.device)
+            torch.mm(small, small)
+            self._beside.synchronize()
+
+    def capture(self, run: Callable[[], None], *, beside: bool = False) -> Graph:
+        """The launches of `run` as a graph; nothing is executed. The library's handles must be there: something of its kind has run, or,
+        in a thread that captures `beside` the one that works, `begin_beside`."""
         if not self.on_gpu:
             return Graph(None, run)
         graph = torch.cuda.CUDAGraph()
-        with self.quiet, torch.cuda.stream(self._stream):
+        with self.quiet, torch.cuda.stream(self._beside if beside else self._stream):
             # Relaxed: a kernel may be loaded now, and other threads may allocate pinned memory.
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:

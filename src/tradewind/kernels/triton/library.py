@@ -107,6 +107,53 @@ def fresh_attention(
     )  # fmt: skip
 
 
+def serves_latents(key: int, value: int) -> bool:
+    """Whether FlashAttention 3 was built for heads whose keys and values have these sizes."""
+    return (key, value) == (192, 128)
+
+
+def fresh_latents(
+    q: Tensor,
+    kv: Tensor,
+    query_start: Tensor,
+    key_start: Tensor,
+    *,
+    heads: int,
+    value: int,
+    scale: float,
+    used: Tensor | None = None,
+    out: Tensor,
+) -> None:
+    """Causal attention over keys and values that were made of latents: q [T, H D], kv [K, H, D + V] keys, then values, out [T, H V].
+
+    Row r has tokens query_start[r] .. and keys key_start[r] .. (int32 [R + 1]), the last of which are its tokens' own. used int32 [R]: rows
+    with 0 there are left alone, others have their count of tokens; without it rows without keys get a wrong answer.
+    """
+    tokens, dim = len(q), q.shape[1] // heads
+    queries, k, v = q.view(tokens, heads, dim), kv[:, :, :dim], kv[:, :, dim:]
+    if q.device.type != "cuda":
+        _made_in_torch(queries, k, v, query_start.tolist(), key_start.tolist(), scale=scale, out=out)
+        return
+    import fa3_fwd._C  # noqa: F401 - brings torch.ops.fa3_fwd
+
+    torch.ops.fa3_fwd.fwd(
+        queries, k, v, out=out.view(tokens, heads, value), cu_seqlens_q=query_start, cu_seqlens_k=key_start, seqused_q=used,
+        max_seqlen_q=tokens, max_seqlen_k=len(kv), softmax_scale=scale, is_causal=True, num_splits=1,
+    )  # fmt: skip
+
+
+def _made_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, starts: list[int], keys: list[int], *, scale: float, out: Tensor
+) -> None:
+    """The same row by row, for the interpreter's tests."""
+    for (first, end), (key, stop) in zip(pairwise(starts), pairwise(keys), strict=True):
+        if stop > key:
+            score = torch.einsum("qhd,khd->hqk", q[first:end].float(), k[key:stop].float()) * scale
+            future = torch.ones(end - first, stop - key, dtype=torch.bool).triu(1 + stop - key - (end - first))
+            weight = score.masked_fill(future, float("-inf")).softmax(-1)
+            out[first:end] = torch.einsum("hqk,khd->qhd", weight, v[key:stop].float()).flatten(1).to(out.dtype)
+
+
 def _fresh_in_torch(
     q: Tensor,
     k: Tensor,

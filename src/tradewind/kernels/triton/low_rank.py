@@ -6,6 +6,7 @@ Knows: how tokens are grouped by adapter, and two products for each group. Refus
     each matmul      shrink    inner[block, part, split] = x[tokens of the block] A[adapter, part]                 over a piece of K
                      expand    out[tokens of the block] += (sum over splits of inner) B[adapter]                   16 bits, in place
 
+This is for prompts, large banks and deterministic mode: few tokens' additions are a part of the matmul's own launch (low_rank_tile.py).
 Everything is on the device, inside the graph: programs of blocks that a step has not, of tokens without an adapter, and of parts that an
 adapter leaves as they are end at once. A step in which nobody has an adapter has programs without any of this (`Bucket.adapted`).
 Splits and tiles follow from the matrix alone, so that a token's bits depend on no other token.

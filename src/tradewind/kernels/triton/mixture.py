@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tradewind.kernels.ops import PackedExperts
-from tradewind.kernels.triton import moe, norm, route
+from tradewind.kernels.triton import blocks, moe, norm, route
 from tradewind.kernels.triton.launch import FP8
 from tradewind.kernels.triton.tape import Call
 from tradewind.kernels.triton.tuning import TileConfig
@@ -52,7 +52,7 @@ def tile(planner: Planner, weight: PackedExperts, ids: Tensor) -> TileConfig:
     """Constants of a matmul of several tokens."""
     if planner.deterministic:
         return replace(moe.FIXED, bk=next((bk for bk in (64, 32) if weight.k % bk == 0), moe.FIXED.bk))
-    fp8 = weight.layout == "fp8"
+    fp8 = weight.layout != "bf16"
     return planner.tuning.expert_tile(planner.bucket.tokens, ids.shape[1], weight.experts, weight.k, fp8=fp8)
 
 
@@ -63,7 +63,7 @@ def changes_at(ops: CudaOps, call: Call, sizes: Iterable[int]) -> list[int]:
     chosen = call["ids"].shape[1]
     for size in sizes if not ops.deterministic else ():
         tiles = [
-            ops.tuning.expert_tile(size, chosen, each.experts, each.k, fp8=each.layout == "fp8")
+            ops.tuning.expert_tile(size, chosen, each.experts, each.k, fp8=each.layout != "bf16")
             for each in (call["gate_up"], call["down"])
         ]
         now = (size <= ops.tuning.few_expert_tokens, size > MANY, tiles)
@@ -130,8 +130,8 @@ def emit_experts(planner: Planner, call: Call) -> None:
     if way(planner, call) == "sorted":
         kind, places = "sorted", _emit_sort(planner, call, ids, count)
     x_scale = None
-    if gate_up.layout == "fp8":
-        x, x_scale = (planner.cut(twin) for twin in planner.workspace.quantised(call["x"]))
+    if gate_up.layout != "bf16":
+        x, x_scale = (planner.cut(twin) for twin in planner.workspace.quantised(call["x"], gate_up.layout))
     inner = planner.workspace.piece("expert inner", pairs, down.k, dtype=torch.bfloat16)[:rows]
     first = tile(planner, gate_up, call["ids"])
     planner.own(
@@ -139,16 +139,19 @@ def emit_experts(planner: Planner, call: Call) -> None:
         gated=True, scale=_scale(gate_up), x_scale=x_scale, bias=call["gate_up_bias"], activation=call["activation"], config=first,
         weights=_input_weights(planner, call), **places,
     )  # fmt: skip
-    if down.layout == "fp8":
+    if down.layout != "bf16":
+        by_block = down.layout == "fp8_block"
         small = planner.workspace.piece("expert inner fp8", pairs, down.k, dtype=FP8)[:rows]
-        x_scale = planner.workspace.piece("expert inner scale", pairs, dtype=torch.float32)[:rows]
-        planner.own(norm.quantise_tokens, f"quantise {list(inner.shape)} -> fp8", inner, out=small, scale=x_scale)
+        scales = (blocks.parts(down.k),) if by_block else ()
+        x_scale = planner.workspace.piece("expert inner scale", pairs, *scales, dtype=torch.float32)[:rows]
+        quantise = blocks.quantise_columns if by_block else norm.quantise_tokens
+        planner.own(quantise, f"quantise {list(inner.shape)} -> {down.layout}", inner, out=small, scale=x_scale)
         inner = small
     second = replace(tile(planner, down, call["ids"]), bm=first.bm)
     answers = answers_of(planner, call)
     planner.own(
         moe.expert_tiles, f"{_text(down, inner, ids)} {kind}, {second}", inner, down.data[0], ids, out=answers, gated=False,
-        scale=_scale(down), x_scale=x_scale if down.layout == "fp8" else None, bias=call["down_bias"], config=second, **places,
+        scale=_scale(down), x_scale=x_scale if down.layout != "bf16" else None, bias=call["down_bias"], config=second, **places,
     )  # fmt: skip
     if not any(other["mixture"] is call for other in planner.calls):
         weights = shares(planner, call)
@@ -176,14 +179,14 @@ def _emit_one(planner: Planner, call: Call) -> None:
     x, ids, out = (planner.cut(call[name]) for name in ("x", "ids", "out"))
     inner = planner.workspace.piece("expert inner", call["ids"].numel(), down.k, dtype=torch.bfloat16)[: ids.numel()]
     residual = planner.cut(call["residual"])
-    config = planner.tuning.expert_gemv(gate_up.k, gated=True, fp8=gate_up.layout == "fp8")
+    config = planner.tuning.expert_gemv(gate_up.k, gated=True, fp8=gate_up.layout != "bf16")
     normed = " + norm" if call["norm"] is not None else ""
     planner.own(
         moe.one_gate_up, f"{_text(gate_up, x, ids)} one + {call['activation']}{normed}, {config}", x, ids, gate_up.data[0], out=inner,
         scale=_scale(gate_up), bias=call["gate_up_bias"], norm=call["norm"], eps=call["eps"] or 0.0, activation=call["activation"],
         weights=_input_weights(planner, call), config=config, late=planner.pdl,
     )  # fmt: skip
-    config = planner.tuning.expert_gemv(down.k, gated=False, fp8=down.layout == "fp8")
+    config = planner.tuning.expert_gemv(down.k, gated=False, fp8=down.layout != "bf16")
     added = (" + residual" if residual is not None else "") + (", early" if planner.pdl else "")
     planner.own(
         moe.one_down, f"{_text(down, inner, ids)} one{added}, {config}", inner, ids, shares(planner, call), down.data[0], out=out,
@@ -201,4 +204,4 @@ def _text(weight: PackedExperts, x: Tensor, ids: Tensor) -> str:
 
 
 def _scale(weight: PackedExperts) -> Tensor | None:
-    return weight.data[1] if weight.layout == "fp8" else None
+    return weight.data[1] if weight.layout != "bf16" else None

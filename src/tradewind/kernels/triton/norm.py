@@ -10,13 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tradewind.kernels.triton import blocks
+from tradewind.kernels.triton.blocks import quantised_columns, store_scales
 from tradewind.kernels.triton.launch import FP8, launch_options, let_next_start, pow2, wait_for_previous
 
 
 @triton.jit
 def _add_rms_norm_kernel(
     x_ptr, delta_ptr, delta_weight_ptr, weight_ptr, out_ptr, scale_ptr, count_ptr, E, delta_eps, eps,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, DELTA_NORM: tl.constexpr, QUANT: tl.constexpr, COUNTED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, DELTA_NORM: tl.constexpr, QUANT: tl.constexpr, COUNTED: tl.constexpr, BLOCKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -42,6 +45,9 @@ def _add_rms_norm_kernel(
         scale = tl.maximum(tl.max(tl.abs(y), 0), 1e-10) / 448.0
         y = tl.clamp(y / scale, -448.0, 448.0)
         tl.store(scale_ptr + row, scale)
+    if BLOCKED:
+        y, scales = quantised_columns(y, BLOCK)
+        store_scales(scale_ptr, row, scales, E, BLOCK)
     tl.store(out_ptr + row * E + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -62,17 +68,18 @@ def add_rms_norm(
     """x += delta (in place, when given); out = x / rms(x) * weight. With delta_weight [E], delta is normed by it first.
 
     x [T, E] float32 or bf16, delta [T, E] bf16 or float32 (may be `out`), weight [E], out [T, E] bf16, or e4m3 with `scale` float32 [T]
-    (value = scale * out, scale = absmax / 448). count: int32 [1] on the device, rows beyond it are left alone. The norm sees the residual
-    as it is stored. Sums in float32. Source: Zhang & Sennrich 2019.
+    (value = scale * out, scale = absmax / 448; [T, E / 128]: of 128 columns). count: int32 [1] on the device, rows beyond it are left
+    alone. The norm sees the residual as it is stored. Sums in float32. Source: Zhang & Sennrich 2019.
     """
     tokens, width = x.shape
     assert (out.dtype == FP8) == (scale is not None), "an FP8 output has a scale, others have none"
-    block = pow2(width)
+    blocked = scale is not None and scale.ndim == 2
+    block = pow2(width, blocks.COLUMNS if blocked else 1)
     _add_rms_norm_kernel[(tokens,)](
         x, delta if delta is not None else x, delta_weight if delta_weight is not None else weight, weight, out,
         scale if scale is not None else x, count if count is not None else x, width, delta_eps, eps,
-        BLOCK=block, ADD=delta is not None, DELTA_NORM=delta_weight is not None, QUANT=scale is not None, COUNTED=count is not None,
-        **launch_options(pdl=pdl, warps=warps or max(1, min(16, block // 512))),
+        BLOCK=block, ADD=delta is not None, DELTA_NORM=delta_weight is not None, QUANT=scale is not None and not blocked,
+        COUNTED=count is not None, BLOCKED=blocked, **launch_options(pdl=pdl, warps=warps or max(1, min(16, block // 512))),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tradewind.kernels.ops import (
     Compute,
     Count,
     KVLayer,
+    LatentUp,
     LowRankBank,
     PackedExperts,
     PackedMatrix,
@@ -32,8 +33,10 @@ from tradewind.kernels.ops import (
     RowTable,
     SampleColumns,
 )
-from tradewind.kernels.triton import low_rank, upload
+from tradewind.kernels.triton import blocks, low_rank, upload
 from tradewind.kernels.triton import sample as sampling
+from tradewind.kernels.triton.compilers import Compilers
+from tradewind.kernels.triton.lanes import SideStreams
 from tradewind.kernels.triton.launch import FP8
 from tradewind.kernels.triton.tape import Bucket, Tape
 from tradewind.kernels.triton.tuning import AttentionWays, Tuning, tuned
@@ -58,6 +61,10 @@ class CudaOps:
 
     name = "cuda"
     activation = "bf16"
+    compilers: Compilers | None = None
+    """Processes that compile kernels; whoever prepares kernels with them closes them."""
+    keeps_fp8_blocks = True
+    """Loaders hand FP8 with scales by blocks over as it is stored (`pack_stored_blocks`)."""
 
     def __init__(
         self,
@@ -83,6 +90,7 @@ class CudaOps:
         self._read_blocks = read_blocks or _no_blocks
         self.uploader = upload.Uploader(self.device, read_blocks=self._read_blocks)
         self._recording: Tape | None = None
+        self._side = SideStreams(self.device) if self.device.type == "cuda" else None
 
     # --------------------------------------------------------------------------------------------------------- recording
 
@@ -116,6 +124,10 @@ class CudaOps:
 
     def _outside_recording(self, what: str) -> None:
         assert self._recording is None, f"{what} is not part of a step: it cannot be recorded"
+
+    def side_streams(self) -> SideStreams | None:
+        """Where lane 1 of programs runs; None where there is one stream only."""
+        return self._side
 
     def workspace_bytes(self) -> int:
         """Scratch that programs have asked for so far."""
@@ -154,10 +166,23 @@ class CudaOps:
             format=format,
         )
 
+    def latent_layer(self, *, pages: int, page_tokens: int, width: int, format: str) -> KVLayer:
+        """Pages [pages, B, C + R], bf16; v is empty."""
+        assert format == "bf16", f"no pages of latents of format {format}"
+        return KVLayer(
+            k=self.empty((pages, page_tokens, width), format),
+            v=self.empty((pages, 0), format),
+            pages=pages,
+            page_tokens=page_tokens,
+            kv_heads=1,
+            head_dim=width,
+            format=format,
+        )
+
     def copy_pages(self, kv: KVLayer, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         self._outside_recording("copy_pages")
         places = [torch.from_numpy(np.array(ids, np.int64)).to(self.device) for ids in (source, target)]
-        for pages in (kv.k, kv.v):
+        for pages in (kv.k, kv.v) if kv.v.numel() else (kv.k,):
             raw = _raw(pages)
             raw.index_copy_(0, places[1], raw.index_select(0, places[0]))
 
@@ -192,6 +217,18 @@ class CudaOps:
             return packed(values.to(torch.bfloat16))
         return upload.pack_fp8(values)
 
+    def pack_fp8_block(self, weights: npt.NDArray[np.float32] | Tensor) -> PackedMatrix:
+        """Quantises an [N, K] matrix to e4m3 with one scale for each block of 128 x 128. Sides that are no multiples of 16 leave it
+        bf16."""
+        values = self._moved(weights)
+        if not blocks.fits(*values.shape):
+            return packed(values.to(torch.bfloat16))
+        n, k = values.shape
+        stored = torch.empty(n, k, dtype=FP8, device=self.device)
+        scale = torch.empty(n // blocks.ROWS, blocks.parts(k), dtype=torch.float32, device=self.device)
+        blocks.quantise_blocks(values, stored, scale)
+        return upload.block_matrix(stored, scale, gated=False)
+
     def pack_quant(
         self,
         quants: npt.NDArray[np.uint8],
@@ -221,14 +258,17 @@ class CudaOps:
         first = parts[0]
         assert all((part.layout, part.k) == (first.layout, first.k) for part in parts), "parts of different layouts"
         # e4m3 is joined as bytes: torch does not concatenate it everywhere.
-        whole = torch.cat([part.data[0].view(torch.uint8) if first.layout == "fp8" else part.data[0] for part in parts])
-        if first.layout == "fp8":
-            return packed(whole.view(FP8), torch.cat([part.data[1] for part in parts]))
-        return packed(whole)
+        whole = torch.cat([_raw(part.data[0]) for part in parts])
+        if first.layout == "bf16":
+            return packed(whole)
+        scales = torch.cat([part.data[1] for part in parts])
+        if first.layout == "fp8_block":
+            return upload.block_matrix(whole.view(FP8), scales, gated=False)
+        return packed(whole.view(FP8), scales)
 
     def pack_experts(self, parts: Iterable[PackedMatrix], *, experts: int) -> PackedExperts:
-        """Tensors [X, N, K] (fp8: and scales [X, N]). Parts that are still being uploaded have been given their place here from the start;
-        others are copied to it."""
+        """Tensors [X, N, K] (fp8: and scales [X, N], by blocks [X, N / 16, K / 128]). Parts that are still being uploaded have been given
+        their place here from the start; others are copied to it."""
         self._outside_recording("pack_experts")
         first: PackedMatrix | None = None
         number = 0
@@ -251,6 +291,13 @@ class CudaOps:
             nbytes=sum(whole.nbytes for whole in stacks.wholes),
         )  # fmt: skip
 
+    def pack_latent(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> LatentUp:
+        """bf16 [H, N + V, C]: of each head what makes keys, then what makes values."""
+        (heads, nope, rank), value = keys.shape, values.shape[1]
+        up = torch.empty((heads, nope + value, rank), dtype=torch.bfloat16, device=self.device)
+        up[:, :nope], up[:, nope:] = self._moved(keys), self._moved(values)
+        return LatentUp(heads=heads, nope=nope, value=value, rank=rank, data=(up,), nbytes=up.nbytes)
+
     def row_table(self, raw: npt.NDArray[np.uint8], format: str, *, rows: int, cols: int) -> RowTable:
         """bf16 rows, whatever the file has."""
         values = self._values(raw, format, (rows, cols))
@@ -262,6 +309,14 @@ class CudaOps:
         """Tensors as they lie in files, stacked along N (gated: gate, then up); the values are there after `uploader.finish()`."""
         self._outside_recording("packing")
         return upload.pack_stored(self.uploader, parts, layout=layout, gated=gated)
+
+    def pack_stored_blocks(
+        self, parts: Sequence[tuple[upload.Stored, upload.Stored]], *, gated: bool = False
+    ) -> PackedMatrix:
+        """FP8 matrices and their scales by blocks as they lie in files, stacked along N (gated: gate, then up); nothing is rounded. The
+        values are there after `uploader.finish()`."""
+        self._outside_recording("packing")
+        return upload.pack_blocks_fp8(self.uploader, parts, gated=gated)
 
     def stored_rows(self, table: upload.Stored) -> RowTable:
         """A stored matrix whose rows are gathered; the values are there after `uploader.finish()`."""
@@ -284,7 +339,8 @@ class CudaOps:
     ) -> PackedMatrix:
         """A matrix [N, K] of normal values times scale, drawn on the device; gated: N counts gate and up."""
         values = self._normal((n, k), seed=seed, dtype=torch.bfloat16).mul_(scale)
-        return replace(self.pack_fp8(values) if layout == "fp8" else packed(values), gated=gated)
+        pack = {"bf16": packed, "fp8": self.pack_fp8, "fp8_block": self.pack_fp8_block}[layout]
+        return replace(pack(values), gated=gated)
 
     def random_rows(self, rows: int, cols: int, *, seed: int, scale: float) -> RowTable:
         """A row table of normal values times scale, drawn on the device."""
@@ -390,6 +446,41 @@ class CudaOps:
             "attention", tokens=len(q), q=q, kv=kv, rows=rows, heads=heads, scale=scale, window=window, softcap=softcap,
             sinks=sinks, out=out, causal=causal, chunked=chunked, fresh=fresh,
         )  # fmt: skip
+
+    def latent_store(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        angles: Tensor,
+        write_slots: Tensor,
+        kv: KVLayer,
+        *,
+        heads: int,
+        weight: Tensor,
+        eps: float,
+        count: Count,
+    ) -> None:
+        assert latent.shape[1] == kv.head_dim and q.shape[1] % heads == 0, (q.shape, latent.shape, kv.head_dim)
+        self._call(
+            "latent_store", tokens=len(q), q=q, latent=latent, angles=angles, write_slots=write_slots, kv=kv, heads=heads,
+            weight=weight, eps=eps, count=count,
+        )  # fmt: skip
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: KVLayer,
+        rows: PagedRows,
+        up: LatentUp,
+        *,
+        scale: float,
+        out: Tensor,
+        fresh: bool = False,
+    ) -> None:
+        """fresh: rows of several tokens that begin in the step may be computed by FlashAttention 3, where it was built for such heads."""
+        rope = kv.head_dim - up.rank
+        assert q.shape[1] == up.heads * (up.nope + rope) and out.shape[1] == up.heads * up.value, (q.shape, out.shape)
+        self._call("latent_attention", tokens=len(q), q=q, kv=kv, rows=rows, up=up, scale=scale, out=out, fresh=fresh)
 
     def route(
         self, logits: Tensor, routing: Routing, *, bias: Tensor | None, ids: Tensor, weights: Tensor, count: Count

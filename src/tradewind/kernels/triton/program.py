@@ -5,21 +5,25 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
 
     matmul of M tokens      M = 1                gemv      norm of the input, bias, SiLU-mul and residual folded in
                             up to tile_rows      tile      bias, SiLU-mul, residual; FP8: input quantised per token
+                            more, FP8 by blocks  wide      the same: blocks.py
                             more, odd shapes     library   torch.mm / _scaled_mm, the rest in kernels of their own
                             deterministic        fixed     one tile for every M: a row's bits do not depend on its neighbours
 
     x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
     norm, delta -> norm     one launch (norms on both sides of a block)
-    add_low_rank            tokens sorted by adapter once a step, then two launches (low_rank.py); nothing where nobody has an adapter
-    experts                 1 token, few tokens, or pairs sorted by expert (moe.py); their weighted sum in the next norm, or added to x
+    add_low_rank            few tokens: a part of the matmul's own tiles (low_rank_tile.py), which are gated themselves then; else tokens
+                            sorted by adapter once a step and two launches (low_rank.py); nothing where nobody has an adapter
+    experts                 1 token, few tokens, or pairs sorted by expert (moe.py); their weighted sum in the next norm, or added to x;
+                            the shared expert's answer goes the same way, and is computed on a second stream in small steps (lanes.py)
     norm -> matmuls         gemv, experts of one token: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
     attention               prefill, then decode of one-token rows; prompts that begin by FlashAttention 3; keys shared by all in one pass
+    latents                 queries in and answers out of their space; one-token rows, or naive and absorbed forms (latent_program.py)
     rope_store, attention   one-token rows, few: one launch; the angles come from a table by position, so rope_angles is dead
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +32,15 @@ from torch import Tensor
 
 from tradewind.kernels.ops import KVLayer, PackedMatrix, PagedRows
 from tradewind.kernels.triton import (
+    blocks,
     decode,
     elementwise,
     encode,
+    lanes,
+    latent_program,
     library,
     low_rank,
+    low_rank_tile,
     mixture,
     moe,
     norm,
@@ -41,10 +49,13 @@ from tradewind.kernels.triton import (
     shared,
     skinny,
 )
+from tradewind.kernels.triton.launch import AFTER_ALL
 from tradewind.kernels.triton.tape import ADDERS, Bucket, Call, Tape, address
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig, Tuning
 from tradewind.kernels.triton.workspace import Workspace
 
+FP8_LAYOUTS = ("fp8", "fp8_block")
+CAN_BE_LATE = (skinny.skinny_linear, low_rank_tile.adapted_linear)
 COUNTED_FROM = 65
 """From so many tokens on kernels read how many are live; below, they compute the padding too: it costs less than waiting for the number."""
 
@@ -57,6 +68,10 @@ class Launch:
     text: str
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    lane: int = 0
+    """1: on the second stream (lanes.py)."""
+    join: bool = False
+    """The first in lane 0 that must wait for lane 1."""
 
     def run(self) -> None:
         self.kernel(*self.arguments, **self.options)
@@ -70,16 +85,25 @@ class Program:
     launches: tuple[Launch, ...]
     held: tuple[Any, ...] = ()
     """Scratch that the launches name."""
+    side: lanes.SideStreams | None = None
+    """Where lane 1 runs; None: all in one stream, in order."""
 
     def run(self) -> None:
-        """Launches everything on the current stream."""
+        """Launches everything on the current stream, or lane 1 beside it."""
+        if self.side is not None:
+            self.side.run(self.launches)
+            return
         for launch in self.launches:
             launch.run()
 
     def describe(self) -> str:
         """One line per launch."""
         late = {True: ", late", False: ""}
-        return "\n".join(launch.text + late[bool(launch.options.get("late"))] for launch in self.launches)
+        lane = {0: "", 1: ", beside"}
+        return "\n".join(
+            launch.text + late[bool(launch.options.get("late"))] + lane[launch.lane] + (", join" if launch.join else "")
+            for launch in self.launches
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -91,9 +115,12 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
     if not bucket.adapted:
         planner.leave_adapters_out()
     if fuse:
+        low_rank_tile.fold(planner)
         planner.take_angles_from_tables()
         planner.fold_rope_into_attention()
+        latent_program.fold_stores(planner)
         planner.take_fresh_keys()
+        lanes.arrange(planner)
         planner.fold_residuals()
         planner.fold_norms_of_deltas()
         planner.fold_combines()
@@ -101,9 +128,11 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
         planner.count_while_routing()
         planner.drop_unread_angles()
     planner.quantise_inputs()
+    lanes.settle(planner)
     for call in planner.calls:
         planner.emit(call)
-    return Program(bucket, tuple(planner.launches), tuple(planner.held))
+    side = tape.ops.side_streams() if any(launch.lane for launch in planner.launches) else None
+    return Program(bucket, tuple(planner.launches), tuple(planner.held), side)
 
 
 class Planner:
@@ -121,6 +150,11 @@ class Planner:
         self.held: list[Any] = []
         self.sorted_tokens: dict[tuple[int, int], dict[str, Any]] = {}
         """By adapters' buffer and slots: where the step's tokens lie, sorted by adapter."""
+        self.beside: list[Call] = []
+        """Calls of lane 1 that lane 0 has not waited for."""
+        self.lane = 0
+        self.after_all = self.join = False
+        """The next launch is the first of lane 1, or waits for it."""
 
     # -------------------------------------------------------------------------------------------------- the data flow
 
@@ -146,10 +180,15 @@ class Planner:
         )
 
     def way(self, call: Call) -> str:
-        """How a matmul of this bucket is computed: "fixed", "gemv", "tile" or "library"."""
+        """How a matmul of this bucket is computed: "fixed", "gemv", "tile", "wide" or "library"."""
         weight: PackedMatrix = call["weight"]
         if self.deterministic:
             return "fixed"
+        if call["low_rank"] is not None:
+            return "tile"
+        if weight.layout == "fp8_block":
+            tokens = self.bucket.tokens
+            return "gemv" if tokens == 1 else "tile" if tokens <= self.tuning.tile_rows else "wide"
         if weight.n * weight.k >= 1 << 31:
             return "library"
         if self.bucket.tokens == 1:
@@ -157,13 +196,19 @@ class Planner:
         return "tile" if self.tile(weight) is not None else "library"
 
     def tile(self, weight: PackedMatrix) -> TileConfig | None:
+        if weight.layout == "fp8_block":
+            return self.tuning.block_tile(self.bucket.tokens, weight.n, weight.k)
         return self.tuning.tile(self.bucket.tokens, weight.n, weight.k, fp8=weight.layout == "fp8")
 
-    def wants_fp8(self, call: Call) -> bool:
-        """Whether a call is a matmul whose input is quantised: FP8 weights, but for the one-row way, which widens them."""
+    def wants_fp8(self, call: Call) -> str | None:
+        """For whose layout of weights a matmul's input is quantised: FP8 ones, but for the one-row way, which widens them; else None."""
         if call.op == "experts":
-            return call["gate_up"].layout == "fp8" and mixture.way(self, call) != "one"
-        return is_matmul(call) and call["weight"].layout == "fp8" and self.way(call) != "gemv"
+            layout, widens = call["gate_up"].layout, mixture.way(self, call) == "one"
+        elif is_matmul(call):
+            layout, widens = call["weight"].layout, self.way(call) == "gemv"
+        else:
+            return None
+        return None if widens or layout not in FP8_LAYOUTS else str(layout)
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
@@ -190,11 +235,12 @@ class Planner:
 
     def take_angles_from_tables(self) -> None:
         """rope_store reads its angles from a table by position instead of from what rope_angles wrote in this step."""
-        reach = [c["rows"].page_table.shape[1] * c["kv"].page_tokens for c in self.calls if c.op == "attention"]
+        readers = ("attention", "latent_attention")
+        reach = [c["rows"].page_table.shape[1] * c["kv"].page_tokens for c in self.calls if c.op in readers]
         if not reach:
             return
         for i, call in enumerate(self.calls):
-            if call.op != "rope_store":
+            if call.op not in ("rope_store", "latent_store"):
                 continue
             source = self.last_write(i, address(call["angles"]))
             if source >= 0 and self.calls[source].op == "rope_angles":
@@ -277,7 +323,8 @@ class Planner:
         return is_matmul(call) and self.way(call) != "library"
 
     def fold_combines(self) -> None:
-        """The weighted sum of experts' answers, where only the next norm adds it, is computed there."""
+        """The weighted sum of experts' answers, where only the next norm adds it, is computed there; with it what a shared expert adds."""
+        gone: list[Call] = []
         for i, call in enumerate(self.calls):
             if call.op != "experts" or mixture.way(self, call) == "one":
                 continue
@@ -285,16 +332,34 @@ class Planner:
             readers = self.readers(i, out)
             if readers is None or len(readers) != 1:
                 continue
-            adder = self.calls[readers[0]]
+            place, shared = readers[0], None
+            if self.calls[place].op == "add" and self.calls[place]["out"] is None:  # of a shared expert's answer
+                shared, added = self.calls[place], place
+                readers = self.readers(place, out)
+                if shared["delta"] is None or address(shared["x"]) != out or readers is None or len(readers) != 1:
+                    continue
+                place = readers[0]
+            adder = self.calls[place]
             if (
                 adder.op == "add_rms_norm"
                 and adder["delta"] is not None
                 and address(adder["delta"]) == out
                 and adder["delta_weight"] is None
-                and self.untouched(address(call["weights"]), i, readers[0], reads=False)
-                and not any(between.op == "experts" for between in self.calls[i + 1 : readers[0]])
+                and self.untouched(address(call["weights"]), i, place, reads=False)
+                and not any(between.op == "experts" for between in self.calls[i + 1 : place])
             ):
                 adder["mixture"] = call
+                if shared is not None:
+                    if not all(
+                        self.untouched(address(b), added, place, reads=False)
+                        for b in (shared["delta"], shared["gate"])
+                        if b is not None
+                    ):
+                        adder["mixture"] = None
+                        continue
+                    adder["beside"], adder["beside_gate"] = shared["delta"], shared["gate"]
+                    gone.append(shared)
+        self.calls = [call for call in self.calls if not any(call is one for one in gone)]
 
     def count_while_routing(self) -> None:
         """route counts pairs for the sorting behind it."""
@@ -362,27 +427,35 @@ class Planner:
 
     def quantise_inputs(self) -> None:
         """FP8 matmuls read e4m3: the call before writes it, where only such matmuls read its result; else a call of its own does."""
-        known: set[tuple[int, int]] = set()  # (writer, buffer) whose quantised twin is there
-        insert: list[int] = []
+        known: set[tuple[int, int, str]] = set()  # (writer, buffer, layout) whose quantised twin is there
+        insert: list[tuple[int, str]] = []
         for i, call in enumerate(self.calls):
-            if not self.wants_fp8(call):
+            layout = self.wants_fp8(call)
+            if layout is None:
                 continue
             buffer = address(call["x"])
             writer = self.last_write(i, buffer)
-            if (writer, buffer) in known:
+            if (writer, buffer, layout) in known:
                 continue
-            known.add((writer, buffer))
+            known.add((writer, buffer, layout))
             made = self.calls[writer] if writer >= 0 else None
             if self.fuse and made is not None:
-                foldable = made.op == "add_rms_norm" or (made.op == "gated_linear" and self.way(made) == "library")
+                foldable = made.op == "add_rms_norm" or (
+                    layout == "fp8" and made.op == "gated_linear" and self.way(made) == "library"
+                )
                 readers = self.readers(writer, buffer)
-                if foldable and readers is not None and all(self.wants_fp8(self.calls[j]) for j in readers):
-                    made["quantised"] = True
+                if (
+                    foldable
+                    and readers is not None
+                    and all(self.wants_fp8(self.calls[j]) == layout for j in readers)
+                    and not any(self.calls[j]["low_rank"] for j in readers)  # adapters see the input as it is
+                ):
+                    made["quantised"] = layout
                     continue
-            insert.append(i)
-        for i in reversed(insert):
+            insert.append((i, layout))
+        for i, layout in reversed(insert):
             wanted = self.calls[i]
-            self.calls.insert(i, Call("quantise", {"x": wanted["x"], "count": wanted["count"]}))
+            self.calls.insert(i, Call("quantise", {"x": wanted["x"], "count": wanted["count"], "layout": layout}))
 
     # -------------------------------------------------------------------------------------------------------- emission
 
@@ -396,15 +469,35 @@ class Planner:
         return call["count"] if tokens >= COUNTED_FROM or (always and tokens > 1) else None
 
     def launch(self, kernel: Callable[..., None], text: str, *arguments: Any, **options: Any) -> None:
-        self.launches.append(Launch(kernel, text, arguments, options))
+        self.launches.append(Launch(kernel, text, arguments, options, self.lane, self.join))
+        self.after_all = self.join = False
 
     def own(self, kernel: Callable[..., None], text: str, *arguments: Any, **options: Any) -> None:
         """A kernel of ours: it joins the chain of dependent launches."""
-        self.launch(kernel, text, *arguments, **options, pdl=self.pdl)
+        pdl: bool | int = AFTER_ALL if self.pdl and (self.after_all or self.join) else self.pdl
+        self.launch(kernel, text, *arguments, **options, pdl=pdl)
 
     def emit(self, call: Call) -> None:
         """Appends the launches of one call."""
+        self.lane = 1 if call["side"] else 0
+        if self.lane:
+            self.after_all = self.after_all or not self.beside
+            self.beside.append(call)
+        elif lanes.conflict(call, self.beside):
+            self.join, self.beside = True, []
         getattr(self, f"_{call.op}")(call)
+
+    def partial_sums(self, count: int) -> Tensor:
+        """float32 scratch of a split matmul; each lane has its own."""
+        if not self.lane:
+            return self.workspace.floats(count)
+        return self.workspace.piece("side sums", count, dtype=torch.float32)
+
+    def arrivals(self, count: int) -> Tensor:
+        """int32 arrival counters of a split matmul."""
+        if not self.lane:
+            return self.workspace.counters(count)
+        return self.workspace.piece("side arrivals", count, dtype=torch.int32)
 
     def _embed(self, call: Call) -> None:
         out, table = self.cut(call["out"]), call["table"]
@@ -418,14 +511,15 @@ class Planner:
         text = f"rms_norm {shape(x)}" + (" + delta" if delta is not None else "")
         text += " normed" if call["delta_weight"] is not None else ""
         if call["quantised"]:
-            small, scales = self.workspace.quantised(call["out"])
-            out, scale, text = self.cut(small), self.cut(scales), text + " -> fp8"
+            small, scales = self.workspace.quantised(call["out"], call["quantised"])
+            out, scale, text = self.cut(small), self.cut(scales), f"{text} -> {call['quantised']}"
         if call["mixture"] is not None:
             source = call["mixture"]
             answers, weights = mixture.answers_of(self, source), mixture.shares(self, source)
+            text += f" of {weights.shape[1]} experts" + (" and a shared one" if call["beside"] is not None else "")
             self.own(
-                moe.combine_norm, f"{text} of {weights.shape[1]} experts", x, answers, weights, call["weight"], eps=call["eps"], out=out,
-                scale=scale, count=self.count(call),
+                moe.combine_norm, text, x, answers, weights, call["weight"], eps=call["eps"], out=out,
+                scale=scale, beside=self.cut(call["beside"]), gate=self.cut(call["beside_gate"]), count=self.count(call),
             )  # fmt: skip
             return
         self.own(
@@ -482,9 +576,9 @@ class Planner:
         )  # fmt: skip
 
     def _quantise(self, call: Call) -> None:
-        x, (small, scales) = self.cut(call["x"]), self.workspace.quantised(call["x"])
+        x, (small, scales) = self.cut(call["x"]), self.workspace.quantised(call["x"], call["layout"])
         self.own(
-            norm.quantise_tokens, f"quantise {shape(x)} -> fp8", x,
+            quantiser(call["layout"]), f"quantise {shape(x)} -> {call['layout']}", x,
             out=self.cut(small), scale=self.cut(scales), count=self.count(call),
         )  # fmt: skip
 
@@ -513,27 +607,35 @@ class Planner:
                 ("norm", call["norm"] is not None),
                 ("bias", call["bias"] is not None and way != "library"),
                 (call["activation"], gated and way != "library"),
+                ("adapters", call["low_rank"] is not None),
                 ("residual", call["residual"] is not None),
             )
             if there
         )
         x_scale = None
-        if self.wants_fp8(call):
-            small, scales = self.workspace.quantised(call["x"])
+        wanted = self.wants_fp8(call)
+        if wanted is not None:
+            small, scales = self.workspace.quantised(call["x"], wanted)
             x, x_scale = self.cut(small), self.cut(scales)
         if way == "library":
             self._library(call, x, x_scale, out, text, gated=gated)
             return
         common = {
-            "out": out, "scale": weight.data[1] if weight.layout == "fp8" else None, "bias": call["bias"], "gated": gated,
+            "out": out, "scale": weight.data[1] if weight.layout in FP8_LAYOUTS else None, "bias": call["bias"], "gated": gated,
             "activation": call["activation"] or "silu", "residual": self.cut(call["residual"]),
         }  # fmt: skip
         if way == "fixed":
             self.own(skinny.fixed_linear, text, x, weight.data[0], x_scale=x_scale, count=self.count(call), **common)
             return
+        if way == "wide":
+            form = self.tile(weight)
+            self.own(
+                skinny.fixed_linear, f"{text}, {form}", x, weight.data[0], x_scale=x_scale, count=self.count(call), tile=form, **common
+            )  # fmt: skip
+            return
         config: GemvConfig | TileConfig | None
         if way == "gemv":
-            config = self.tuning.gemv(features, weight.k, fp8=weight.layout == "fp8")
+            config = self.tuning.gemv(features, weight.k, fp8=weight.layout in FP8_LAYOUTS)
             common |= {"norm": call["norm"], "eps": call["eps"] or 0.0}
         else:
             config = self.tile(weight)
@@ -543,10 +645,15 @@ class Planner:
                 outputs = config.bn // 2 if gated else config.bn
                 need = skinny.workspace_floats(features, config=config, gated=gated)
                 common |= {
-                    "workspace": self.workspace.floats(need),
-                    "arrived": self.workspace.counters(-(-features // outputs)),
+                    "workspace": self.partial_sums(need),
+                    "arrived": self.arrivals(-(-features // outputs)),
                 }
-        self.own(skinny.skinny_linear, f"{text}, {config}", x, weight.data[0], config=config, **common)
+        kernel: Callable[..., None] = skinny.skinny_linear
+        if call["low_rank"] is not None:
+            assert isinstance(config, TileConfig)
+            kernel = low_rank_tile.adapted_linear
+            common |= low_rank_tile.arguments(self, call, config)
+        self.own(kernel, f"{text}, {config}", x, weight.data[0], config=config, **common)
 
     def _library(self, call: Call, x: Tensor, x_scale: Tensor | None, out: Tensor, text: str, *, gated: bool) -> None:
         """cuBLAS, and around it what it cannot do."""
@@ -599,6 +706,12 @@ class Planner:
     def _glue(self, call: Call) -> None:
         low_rank.emit_glue(self, call)
 
+    def _latent_store(self, call: Call) -> None:
+        latent_program.emit_store(self, call)
+
+    def _latent_attention(self, call: Call) -> None:
+        latent_program.emit_attention(self, call)
+
     def _rope_store(self, call: Call) -> None:
         kv, qkv = call["kv"], self.cut(call["qkv"])
         by_position = call["positions"] is not None
@@ -640,11 +753,23 @@ class Planner:
             config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, ratio)
             if self.deterministic:  # which tiles make a pair depends on where a chunk begins
                 config = replace(config, pairs=False)
+            if bucket.deep and not self.deterministic:
+                seen = bucket.longest if call["window"] is None else call["window"] + bucket.deep_tokens
+                if seen >= 2 * self.tuning.split_keys:
+                    config = split_config(self.tuning, bucket, kv, call["heads"], config)
+                need = split_floats(bucket, kv, call["heads"], config)
+                common |= {
+                    "last": bucket.deep,
+                    "last_tokens": bucket.deep_tokens,
+                    "workspace": self.workspace.floats(need) if need else None,
+                }
             common["query_start"] = query_start
             self.own(
                 prefill.paged_prefill, f"prefill {shape(q)}{' of rows that go on' if part else ''}, {config}", q, kv.k, kv.v,
                 singles=alone, begun=not part, config=config, **common,
             )  # fmt: skip
+            for name in ("last", "last_tokens", "workspace"):
+                common.pop(name, None)
             if alone:
                 return
         if bucket.rows == 1:
@@ -662,7 +787,8 @@ class Planner:
         if call["rope"] is not None:
             fused = call["rope"]
             # Old keys are read before the wait, if the launch before lets us start only after its own (package docstring).
-            early = self.pdl and bool(self.launches) and self.launches[-1].kernel is skinny.skinny_linear
+            before = self.launches[-1] if self.launches else None
+            early = self.pdl and before is not None and before.kernel in CAN_BE_LATE and not before.lane
             if early:
                 self.launches[-1].options["late"] = True
             common |= {
@@ -683,12 +809,15 @@ class Planner:
         """Launches the pass over keys that all one-token rows share; what it leaves is folded in by the kernel behind it."""
         bucket, kv, heads = self.bucket, call["kv"], call["heads"]
         packed = 1 << (heads // kv.kv_heads - 1).bit_length()
-        config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, heads // kv.kv_heads)
+        config = whole_groups(self.tuning.shared_pass(kv.head_dim, kv.page_tokens), heads // kv.kv_heads)
         if kv.format == "fp8":  # conversions want more registers than two programs a multiprocessor leave
             config = replace(config, registers=0)
-        splits = self.tuning.shared_splits(kv.kv_heads * -(-bucket.rows * packed // config.block_m))
-        # At once as much as any number of rows may need: tiles times splits are at most the multiprocessors, or splits are 1.
-        most = max(len(call["rows"].lengths), self.tuning.multiprocessors * config.block_m // (kv.kv_heads * packed))
+        splits = self.tuning.shared_splits(
+            kv.kv_heads * -(-bucket.rows * packed // config.block_m), block_m=config.block_m
+        )
+        # At once as much as any number of rows may need: tiles times splits are at most what runs at once, or splits are 1.
+        programs = self.tuning.shared_programs(config.block_m)
+        most = max(len(call["rows"].lengths), programs * config.block_m // (kv.kv_heads * packed))
         need = shared.shared_parts_floats(most, heads=heads, head_dim=kv.head_dim, splits=1)
         assert bucket.rows * splits <= most
         keys = decode.SharedKeys(
@@ -706,6 +835,11 @@ class Planner:
         return keys
 
 
+def quantiser(layout: str) -> Callable[..., None]:
+    """What rounds tokens to meet FP8 weights of a layout."""
+    return blocks.quantise_columns if layout == "fp8_block" else norm.quantise_tokens
+
+
 def is_matmul(call: Call) -> bool:
     return call.op in ("linear", "gated_linear")
 
@@ -720,8 +854,38 @@ def decode_config(tuning: Tuning, bucket: Bucket, kv: KVLayer, packed: int) -> D
     return replace(config, block_n=min(config.block_n, 32), stages=2) if kv.head_dim > 128 else config
 
 
+def split_config(tuning: Tuning, bucket: Bucket, kv: KVLayer, heads: int, config: PrefillConfig) -> PrefillConfig:
+    """The constants of attention that may be cut over its keys: by the programs that the rows of several tokens make."""
+    packed = 1 << (heads // kv.kv_heads - 1).bit_length()
+    config = tuning.few_prefill(bucket.deep_tokens * packed, config)
+    programs = -(-bucket.deep_tokens * packed // config.block_m) * kv.kv_heads
+    return replace(config, splits=tuning.prefill_splits(programs), least_keys=tuning.split_keys)
+
+
+def split_floats(bucket: Bucket, kv: KVLayer, heads: int, config: PrefillConfig) -> int:
+    """Workspace of that, in floats."""
+    tokens = bucket.tokens if bucket.deep >= bucket.rows else min(bucket.deep_tokens + bucket.deep - 1, bucket.tokens)
+    return prefill.prefill_workspace_floats(tokens, heads=heads, head_dim=kv.head_dim, splits=config.splits)
+
+
+def reserve_for_splits(tape: Tape, buckets: Iterable[Bucket]) -> None:
+    """Grows the workspace to what cut attention needs in the largest of these steps: a capture must not."""
+    ops = tape.ops
+    for call in tape.calls:
+        if call.op == "attention":
+            kv, heads = call["kv"], call["heads"]
+            whole = prefill_config(ops.tuning, kv.head_dim, kv.page_tokens, heads // kv.kv_heads)
+            each = [(b, split_config(ops.tuning, b, kv, heads, whole)) for b in buckets]
+            ops.workspace.floats(max((split_floats(b, kv, heads, config) for b, config in each), default=0))
+            return
+
+
 def prefill_config(tuning: Tuning, head_dim: int, page_tokens: int, ratio: int) -> PrefillConfig:
     """The tuned constants; a tile holds whole groups of packed heads."""
-    config = tuning.prefill(head_dim, page_tokens)
+    return whole_groups(tuning.prefill(head_dim, page_tokens), ratio)
+
+
+def whole_groups(config: PrefillConfig, ratio: int) -> PrefillConfig:
+    """The constants with tiles of whole groups of packed heads."""
     packed = 1 << (ratio - 1).bit_length()
     return config if config.block_m % packed == 0 else replace(config, block_m=packed)

@@ -189,23 +189,26 @@ def _sort_kernel(
     program = tl.program_id(0)
     expert = tl.arange(0, X_P2)
     inside = expert < X
-    line = tl.arange(0, 16)
+    line = tl.arange(0, 32)
     pair = tl.arange(0, PAIRS_P2)
     wait_for_previous(PDL)
     rows = T
     if COUNTED:
         rows = tl.minimum(tl.load(count_ptr), T)
-    total = tl.zeros([X_P2], tl.int32)
-    before = tl.zeros([X_P2], tl.int32)
-    for first in range(0, PROGRAMS, 16):
+    # Summed over lines once, at the end: each sum over lines is a way through shared memory.
+    totals = tl.zeros([32, X_P2], tl.int32)
+    befores = tl.zeros([32, X_P2], tl.int32)
+    for first in range(0, PROGRAMS, 32):
         number = first + line
         counts = tl.load(
             counts_ptr + number[:, None] * X + expert[None, :],
             mask=(number < PROGRAMS)[:, None] & inside[None, :],
             other=0,
         )
-        total += tl.sum(counts, 0)
-        before += tl.sum(tl.where((number < program)[:, None], counts, 0), 0)
+        totals += counts
+        befores += tl.where((number < program)[:, None], counts, 0)
+    total = tl.sum(totals, 0)
+    before = tl.sum(befores, 0)
     begin = tl.cumsum(total, 0) - total
     blocks = (total + BLOCK - 1) // BLOCK
     block_begin = tl.cumsum(blocks, 0) - blocks

@@ -37,13 +37,17 @@ class Bucket:
     """Some token may have an adapter. Where none has, nothing is added, and gate and up are made one as if there were no adapters."""
     shared: bool = False
     """One-token rows may share leading keys, which are then read once for all of them; how many is known on the device."""
+    deep: int = 0
+    """Of rows of several tokens there are so many at most, at the step's end, and one of them has many keys: attention is cut over keys."""
+    deep_tokens: int = 0
+    """Capacity of those rows."""
 
 
 READS: dict[str, tuple[str, ...]] = {
     "add": ("x", "delta", "gate"),
     "add_layer_norm": ("x", "delta"),
     "add_low_rank": ("x", "adapters", "out"),
-    "add_rms_norm": ("x", "delta"),
+    "add_rms_norm": ("x", "delta", "beside", "beside_gate"),
     "attention": ("q",),
     "embed": ("ids",),
     "experts": ("x", "ids", "weights", "residual"),
@@ -51,6 +55,8 @@ READS: dict[str, tuple[str, ...]] = {
     "gather_rows": ("x", "index"),
     "gelu": ("x",),
     "glue": ("x",),
+    "latent_attention": ("q", "latent", "angles", "positions", "write_slots"),
+    "latent_store": ("q", "latent", "angles", "positions", "write_slots"),
     "linear": ("x", "residual"),
     "quantise": ("x",),
     "rms_norm_span": ("x",),
@@ -75,6 +81,8 @@ WRITES: dict[str, tuple[str, ...]] = {
     "gather_rows": ("out",),
     "gelu": ("x",),
     "glue": ("out",),
+    "latent_attention": ("out",),
+    "latent_store": ("q",),
     "linear": ("out",),
     "quantise": (),
     "rms_norm_span": ("x",),
@@ -146,12 +154,13 @@ class Tape:
         return self.kept | (self.calls[-1].writes() if self.calls else set())
 
     def kernels_change_at(self, sizes: Iterable[int]) -> set[int]:
-        """Of these numbers of tokens those from which on experts have other kernels than below."""
-        from tradewind.kernels.triton.mixture import changes_at
+        """Of these numbers of tokens those from which on experts, or attention over latents, have other kernels than below."""
+        from tradewind.kernels.triton import latent_program, mixture
 
         wanted = sorted(sizes)
-        calls = [call for call in self.calls if call.op == "experts"]
-        return {size for call in calls for size in changes_at(self.ops, call, wanted)}
+        changes = {"experts": mixture.changes_at, "latent_attention": latent_program.changes_at}
+        calls = [call for call in self.calls if call.op in changes]
+        return {size for call in calls for size in changes[call.op](self.ops, call, wanted)}
 
     def program(self, bucket: Bucket, *, fuse: bool = True) -> Program:
         """Plans the launches for a bucket; allocates what scratch they need. fuse=False: one op after the other, for looking for faults."""

@@ -29,8 +29,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tradewind.kernels.ops import PackedMatrix, RowTable
+from tradewind.kernels.triton import blocks
 
-FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+FLOATS = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 PIECE_BYTES = 8 << 20
 MOST_READERS = 12
 """Readers of 5 to 8 GB/s each fill the bus well before this; each has two pinned buffers of PIECE_BYTES."""
@@ -157,6 +163,10 @@ class Uploader:
         """Begins to fill `stored` e4m3 [N, K] and `scale` float32 [N] with the source [N, K], quantised by output channel."""
         assert tuple(stored.shape) == source.shape, (stored.shape, source.shape)
         self._send(source, target=None, arrived=lambda raw: quantise_rows(values_of(raw, source), stored, scale))
+
+    def put_scales(self, source: Stored, into: Tensor) -> None:
+        """Begins to fill `into` float32 [N / 16, K / 128] with the source's scales of blocks [N / 128, K / 128]."""
+        self._send(source, target=None, arrived=lambda raw: blocks.repeated(values_of(raw, source), into))
 
     def finish(self, report: Callable[[int], None] | None = None) -> None:
         """Waits until everything is on the device; `report` gets the bytes still to come. Raises what a reader raised."""
@@ -326,6 +336,22 @@ def pack_stored(
     return bf16_matrix(stored, gated=gated) if scale is None else fp8_matrix(stored, scale, gated=gated)
 
 
+def pack_blocks_fp8(uploader: Uploader, parts: Sequence[tuple[Stored, Stored]], *, gated: bool = False) -> PackedMatrix:
+    """Matrices stored in e4m3, each with its scales by blocks of 128 x 128, stacked along N (gated: gate, then up) as they are; the values
+    are there after `uploader.finish()`."""
+    n, k = sum(weight.shape[0] for weight, _ in parts), parts[0][0].shape[1]
+    assert all(blocks.fits(*weight.shape) and weight.shape[1] == k for weight, _ in parts), "parts that do not stack"
+    stored = uploader.empty((n, k), FP8)
+    scale = uploader.empty((n // blocks.ROWS, blocks.parts(k)), torch.float32)
+    first = 0
+    for weight, scales in parts:
+        end = first + weight.shape[0]
+        uploader.put(weight, stored[first:end])
+        uploader.put_scales(scales, scale[first // blocks.ROWS : end // blocks.ROWS])
+        first = end
+    return block_matrix(stored, scale, gated=gated)
+
+
 def stored_rows(uploader: Uploader, table: Stored) -> RowTable:
     """A matrix [rows, cols] whose rows are gathered, as bf16; its values are there after `uploader.finish()`."""
     rows, cols = table.shape
@@ -353,4 +379,13 @@ def fp8_matrix(stored: Tensor, scale: Tensor, *, gated: bool) -> PackedMatrix:
     n, k = stored.shape
     return PackedMatrix(
         layout="fp8", n=n, k=k, bits=8, group=0, gated=gated, data=(stored, scale), nbytes=stored.nbytes + scale.nbytes
+    )  # fmt: skip
+
+
+def block_matrix(stored: Tensor, scale: Tensor, *, gated: bool) -> PackedMatrix:
+    """[N, K] and [N / 16, K / 128] as they are."""
+    n, k = stored.shape
+    return PackedMatrix(
+        layout="fp8_block", n=n, k=k, bits=8, group=blocks.COLUMNS, gated=gated, data=(stored, scale),
+        nbytes=stored.nbytes + scale.nbytes,
     )  # fmt: skip

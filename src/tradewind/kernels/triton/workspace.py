@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tradewind.kernels.triton import blocks
 from tradewind.kernels.triton.launch import FP8
 from tradewind.kernels.triton.library import rope_angles
 from tradewind.kernels.triton.tape import address
@@ -39,21 +40,24 @@ class Workspace:
 
     def floats(self, count: int) -> Tensor:
         """float32 partial sums, at least `count`."""
-        if self._floats is None or self._floats.numel() < count:
-            self._floats = self._new(max(count, 1 << 16), dtype=torch.float32)
-        return self._floats
+        held = self._floats
+        if held is None or held.numel() < count:
+            held = self._floats = self._new(max(count, 1 << 16), dtype=torch.float32)
+        return held
 
     def counters(self, count: int) -> Tensor:
         """int32 arrival counters: zero, and left zero by every kernel."""
-        if self._counters is None or self._counters.numel() < count:
-            self._counters = self._new(max(count, 1 << 14), dtype=torch.int32)
-        return self._counters
+        held = self._counters
+        if held is None or held.numel() < count:
+            held = self._counters = self._new(max(count, 1 << 14), dtype=torch.int32)
+        return held
 
     def both(self, rows: int, width: int) -> Tensor:
         """bf16 [rows, width]: gate and up before their product; used up by the next launch."""
-        if self._both is None or self._both.numel() < rows * width:
-            self._both = self._new(rows * width, dtype=torch.bfloat16)
-        return self._both[: rows * width].view(rows, width)
+        held = self._both
+        if held is None or held.numel() < rows * width:
+            held = self._both = self._new(rows * width, dtype=torch.bfloat16)
+        return held[: rows * width].view(rows, width)
 
     def piece(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor:
         """Scratch of that name: its value lives until the next launch that writes the piece."""
@@ -71,11 +75,16 @@ class Workspace:
             self._twins[key] = (self._new(*shape, dtype=torch.int32),)
         return self._twins[key][0]
 
-    def quantised(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """The FP8 twin of a buffer [T, K]: e4m3 [T, K] and float32 [T]. It lives as long as the buffer's value."""
-        key = (address(buffer), *buffer.shape[1:], "fp8")
+    def quantised(self, buffer: Tensor, layout: str = "fp8") -> tuple[Tensor, Tensor]:
+        """The FP8 twin of a buffer [T, K] for weights of a layout: e4m3 [T, K], and float32 [T] or, by blocks, [T, K / 128]. It lives as
+        long as the buffer's value."""
+        key = (address(buffer), *buffer.shape[1:], layout)
         if key not in self._twins or len(self._twins[key][0]) < len(buffer):
-            self._twins[key] = (self._new(*buffer.shape, dtype=FP8), self._new(len(buffer), dtype=torch.float32))
+            scales = (blocks.parts(buffer.shape[1]),) if layout == "fp8_block" else ()
+            self._twins[key] = (
+                self._new(*buffer.shape, dtype=FP8),
+                self._new(len(buffer), *scales, dtype=torch.float32),
+            )
         return self._twins[key]  # type: ignore[return-value]
 
     def rounded(self, buffer: Tensor) -> Tensor:
