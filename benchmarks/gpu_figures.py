@@ -421,6 +421,7 @@ def section(result: Result) -> str:
     if steps:
         lines.append("The scheduler's part of a step (decide + absorb, median): " + ", ".join(steps) + ".")
     lines += [f"Not measured: {sentence}." for sentence in result.get("skipped", ())]
+    lines += [f"From another run: {sentence}." for sentence in result.get("merged", ())]
     lines.append(
         f"{result['card']}, {result['date'][:10]}, {', '.join(f'{k} {v}' for k, v in result['versions'].items())}: "
         f"`python benchmarks/{' '.join(result['command'])}`."
