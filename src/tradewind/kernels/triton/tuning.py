@@ -221,10 +221,6 @@ class Tuning:
         """Constants of attention for a bucket of one-token rows with at most `longest` keys each; `packed` query heads share a kv head."""
         if rows <= 2:
             if longest <= 512:
-                if (
-                    packed >= 8
-                ):  # one tile a split, all read before the wait; heads merged at once. Reasoned, not measured.
-                    return DecodeConfig(8, 64, 4, 2)
                 return DecodeConfig(8, 32, 4 if packed <= 2 else 2, 2)
             if longest <= 2048:
                 return DecodeConfig(32, 32, 2, 2)
