@@ -698,7 +698,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--off", action="append", default=[], metavar="NAME", help=f"one of {', '.join(known_switches())}"
     )
     parser.add_argument(
-        "--way", action="append", default=[], metavar="NAME=VALUE", help="attention that no plan asks for yet (AttentionWays); JSON values"
+        "--way", action="append", default=[], metavar="NAME=VALUE", help="of AttentionWays, JSON values: null or [] turns one off"
     )  # fmt: skip
     parser.add_argument("--ablate", action="store_true", help="each switch against none, each in a process of its own")
     parser.add_argument("--switches", help="those that --ablate turns, comma-separated")

@@ -405,10 +405,13 @@ def test_programs_compute_the_model(family: str) -> None:
     truth = answers(Runner(card, PlainOps()), planned=False)
     ops = make_ops(tuning=TILES)
     for fuse in (True, False) if family != "qwen2_moe" else (True,):
+        rows: list[float] = []
         for found, wanted in zip(answers(Runner(card, ops), planned=True, fuse=fuse), truth, strict=True):
-            # At a near tie of the router a token goes to another expert than in float32: a few rows may differ more.
-            rows = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
-            assert np.median(rows) < 0.03 and difference(found, wanted) < 0.06
+            rows += (np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)).tolist()
+            assert difference(found, wanted) < 0.06
+        # At a near tie of the router a token goes to another expert than in float32, and is seen by those behind it: a few rows may
+        # differ more. Steps have as few as one row, so the median is of all.
+        assert np.median(rows) < 0.015
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

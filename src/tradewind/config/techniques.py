@@ -52,6 +52,19 @@ SIMULATED = "simulated 2026-11-30, chat beside bulk at 0.8, 1.2 and 2 times what
 (tests/host/test_overload.py has traffic and times; 2, 3 and 5 requests/s)."""
 
 TECHNIQUES: dict[str, Technique] = {
+    "adapters_in_tiles": Technique(
+        layer="compute",
+        switch="always on in steps of up to 64 tokens where slots times rank are at most 1,024 (cuda; not with deterministic)",
+        helps="decode with adapters: the matmul's own tiles add the low-rank changes, so that a step has the launches of one without",
+        hurts="every slot's A is multiplied with every token, whoever has it",
+        prerequisites=("a GPU", "adapters"),
+        goals_helped=("throughput", "tpot"),
+        goals_hurt=(),
+        metric="decode tokens per second with none, one and 8 mixed adapters (benchmarks/adapters.py)",
+        test="tests/engine/test_gpu_adapters.py::test_each_sequence_has_its_own",
+        effect=f"{GPU_RUN}, 8b, 64 rows, 8 mixed adapters of rank 16: a step costs 9.2 % of throughput "
+        "(sorted by adapter: 31 %)",
+    ),
     "batch_invariant": Technique(
         layer="compute",
         switch="means.deterministic",
@@ -441,7 +454,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "shared_beside": Technique(
         layer="compute",
-        switch="always on in small steps (cuda: Tuning.side_tokens of kernels/triton/tuning.py, 0 turns it off)",
+        switch="always on in steps of 2 to 64 tokens (cuda: Tuning.side_from, side_tokens; 0 of these turns it off)",
         helps="decode of mixtures with shared experts: these run on a second stream while few tokens are routed",
         hurts="a kernel at the fork and one at the join start only when all before them have ended",
         prerequisites=("a GPU", "a model with shared experts"),
@@ -526,6 +539,19 @@ TECHNIQUES: dict[str, Technique] = {
         test="tests/engine/test_gpu_engine.py::test_few_tokens_of_a_long_prompt_are_cut_over_its_keys",
         effect=f"{GPU_RUN}, off and on, a layer of the 8B shape, us: behind 131,072 keys 32 tokens 3,890 / 203, 64 tokens 3,876 / 324, "
         "256 tokens 3,816 / 1,130, 1,024 tokens 4,266 / 4,266; behind 32,768 keys 64 tokens 1,006 / 106",
+    ),
+    "step_pace": Technique(
+        layer="schedule",
+        switch="goals.slowdown, goals.tpot_ms (GPU: 2 with scenario latency, a whole step with balanced and memory)",
+        helps="time between tokens of running answers while a long prompt is computed: its chunks shrink the deeper it is",
+        hurts="that prompt's time to first token: beside 16 answers 128k tokens took 52 s at a slowdown of 2, alone 12",
+        prerequisites=("chunked_prefill",),
+        goals_helped=("tpot",),
+        goals_hurt=("throughput", "ttft"),
+        metric="time between tokens beside a long prompt (benchmarks/long_context.py)",
+        test="tests/host/test_pace.py::test_answers_keep_within_twice_their_pace_while_128k_are_computed",
+        effect=f"{GPU_RUN}, 8b, 16 answers beside 131,072 tokens, slowdown 2: a step took 1.69 (p50) and 1.91 times (p99) "
+        "the same without the prompt",
     ),
     "tape": Technique(
         layer="compute",

@@ -9,6 +9,7 @@ A capture takes 10 to 30 ms of the interpreter. Done when a step first needs it,
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Any
 
 from tradewind.kernels.triton.graphs import Gpu, Graph
 
+LOG = logging.getLogger("tradewind.runner")
 QUIET_S = 0.05
 """For so long nothing was submitted: the engine is at rest."""
 LOOK_S = 0.005
@@ -87,6 +89,7 @@ class Ahead:
                 self._news.wait()
         except Exception as error:  # an engine without these graphs is a whole engine
             self.error = error
+            LOG.warning("graphs are captured on the way from now on, for capturing ahead failed: %s", error)
 
     def _at_rest(self) -> bool:
         """Waits until the engine rests; False when it is closed."""

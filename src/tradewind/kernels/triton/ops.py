@@ -77,8 +77,8 @@ class CudaOps:
         ways: AttentionWays | None = None,
     ) -> None:
         """deterministic: a row's bits do not depend on the other rows of a step. read_blocks: how block formats become float32; without
-        it only F32, F16 and BF16 are read. pdl: dependent launches, by default on a GPU. ways: attention that was not measured
-        yet, by default none."""
+        it only F32, F16 and BF16 are read. pdl: dependent launches, by default on a GPU. ways: attention in steps of
+        mixed work, by default as measured."""
         self.device = torch.device(device)
         self.deterministic = deterministic
         self.pdl = self.device.type == "cuda" if pdl is None else pdl
