@@ -250,6 +250,15 @@ def case_of(result: Result) -> str:
     return f"{result['model']}{quantised}"
 
 
+LOADED = {"auto": "weights of the file", "dummy-flat": "flat weights", "dummy-one-route": "one route"}
+"""How results of another load format than dummy are told apart from those that count; peers and demands are the same."""
+
+
+def title_of(result: Result) -> str:
+    """What a result is called: its case and, where weights were not the usual random ones, which they were."""
+    return ", ".join(filter(None, (case_of(result), LOADED.get(result.get("load_format", "dummy")))))
+
+
 def ours_of(result: Result) -> dict[str, float]:
     """The result's figures by key; what was not measured, or failed, is absent."""
     found: dict[str, float] = {}
@@ -403,7 +412,7 @@ def ceilings_line(result: Result) -> str:
 
 def section(result: Result) -> str:
     """A result as a part of a page: heading, table, ceilings, start-up, memory, where a step's time goes."""
-    lines = [f"### {case_of(result)}", "", table(result), "", ceilings_line(result)]
+    lines = [f"### {title_of(result)}", "", table(result), "", ceilings_line(result)]
     for name, record in result.get("start", {}).items():
         if "ready_s" in record:
             parts = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in record["phases"] if seconds >= 0.05)
@@ -439,7 +448,7 @@ def short_table(results: Sequence[Result]) -> str:
     """The README's table: the figure that each workload is known by, ours beside the better peer."""
     keys = ("W1.tpot_ms", "W2.out_tok_s", "W3.out_tok_s", "W4.in_tok_s_out1", "W5.out_tok_s", "start.warm_s")
     lines = [
-        "| one H200 | " + " | ".join(case_of(result) for result in results) + " |",
+        "| one H200 | " + " | ".join(title_of(result) for result in results) + " |",
         "|---|" + "---|" * len(results),
     ]
     tables = [{row.key: row for row in rows_of(result)} for result in results]
@@ -532,7 +541,7 @@ def draw(result: Result, path: Path) -> None:
     ]
     drawn = matplotlib_figure(width=13, height=6.4)
     drawn.suptitle(
-        f"{case_of(result)} on {result['card']} ({result['date'][:10]})",
+        f"{title_of(result)} on {result['card']} ({result['date'][:10]})",
         x=0.01,
         ha="left",
         fontsize=11,

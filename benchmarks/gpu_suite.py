@@ -2,6 +2,8 @@
 
     PYTHONPATH=src python benchmarks/gpu_suite.py --model llama-3.1-8b --out benchmarks/results/gpu-llama-3.1-8b.json
     ... --model llama-3.1-8b --quantization fp8 --out ...      ... --model qwen3-0.6b --ablate --out ...
+    ... --model deepseek-v2-lite --load-format dummy-one-route --out benchmarks/results/gpu-deepseek-v2-lite-one-route.json
+    ... --model llama-3.1-8b --load-format dummy-flat --out benchmarks/results/gpu-llama-3.1-8b-flat.json
     python benchmarks/gpu_suite.py --report benchmarks/results --into docs/performance.md
 
 Weights are dummy (random), prompts random token ids from fixed seeds, answers greedy, of the asked length (end of text ignored) and never
@@ -43,6 +45,7 @@ for place in (str(HERE), str(HERE.parent / "src")):
         sys.path.insert(0, place)
 
 from tradewind.assemble import build_client, make_plan  # noqa: E402
+from tradewind.config.choices import WORDS  # noqa: E402
 from tradewind.config.goals import Goals, Means  # noqa: E402
 from tradewind.config.plan import Plan  # noqa: E402
 from tradewind.contract.errors import UserError  # noqa: E402
@@ -123,10 +126,13 @@ def retune(constants: dict[str, Any]) -> None:
         TUNINGS.update({gpu: replace(tuned, **constants) for gpu, tuned in TUNINGS.items()})
 
 
-def sizes_of(config: dict[str, Any], *, quantization: str, kv_format: str) -> dict[str, float]:
+def sizes_of(
+    config: dict[str, Any], *, quantization: str, kv_format: str, load_format: str = "dummy"
+) -> dict[str, float]:
     """Parameters of a decoder's matmuls that one token meets, and the bytes that a step must read; changes nothing.
 
     Of a mixture the experts that a token is sent to: linear_params counts those, total_params all. MLA keeps latents.
+    Where all tokens have one route, a step of any size reads the experts of one token.
     """
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
@@ -149,6 +155,7 @@ def sizes_of(config: dict[str, Any], *, quantization: str, kv_format: str) -> di
         each, per_token = 3 * hidden * config["moe_intermediate_size"], config["num_experts_per_tok"]
         chosen, idle = sparse * per_token * each, sparse * (experts - per_token) * each
         linear += chosen + sparse * ((config.get("n_shared_experts") or 0) * each + hidden * experts)
+    visited = config["num_experts_per_tok"] if experts and load_format == "dummy-one-route" else experts
     head, size = hidden * config["vocab_size"], 1 if quantization == "fp8" else 2
     return {
         "linear_params": linear,
@@ -158,7 +165,7 @@ def sizes_of(config: dict[str, Any], *, quantization: str, kv_format: str) -> di
         "weight_bytes_per_token": linear * size + 2 * head,
         # A step of more tokens reads more experts: see gpu_figures.weight_bytes.
         "expert_bytes_per_token": chosen * size,
-        "experts_each": experts / config["num_experts_per_tok"] if experts else 0,
+        "experts_each": visited / config["num_experts_per_tok"] if experts else 0,
         "kv_bytes_per_token": layers * kept * BYTES_PER_ELEMENT[kv_format],
         # Scores and values of a causal prompt of S tokens: half of 2 * S^2 * heads * (key + value) in each layer.
         "attention_flops_per_square": layers * heads * (key + value),
@@ -686,7 +693,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="JSON; a picture of the same name is put beside it")
     parser.add_argument("--backend", default="cuda", choices=("cuda", "cpu", "plain"))
-    parser.add_argument("--load-format", default="dummy", choices=("dummy", "auto"))
+    parser.add_argument("--load-format", default="dummy", choices=WORDS["load_format"])
     parser.add_argument("--scenario", default="balanced")
     parser.add_argument("--scale", default="full", choices=sorted(SCALES))
     parser.add_argument("--rows", help="batches of W6, comma-separated")
@@ -785,6 +792,7 @@ def new_result(arguments: argparse.Namespace) -> dict[str, Any]:
         "kind": "ablation" if arguments.ablate else "suite",
         "model": Path(arguments.model).name,
         "quantization": arguments.quantization,
+        "load_format": arguments.load_format,
         "backend": arguments.backend,
         "scale": arguments.scale,
         "off": arguments.off,
@@ -857,7 +865,10 @@ def describe(plan: Plan, arguments: argparse.Namespace, result: dict[str, Any]) 
     result["reasons"] = {reason.choice: f"{reason.value}: {reason.why}" for reason in plan.reasons}
     result["ledger"] = [[line.name, line.bytes, line.how] for line in plan.ledger]
     result["sizes"] = sizes_of(
-        config_of(arguments.model), quantization=arguments.quantization, kv_format=plan.numerics.kv_format
+        config_of(arguments.model),
+        quantization=arguments.quantization,
+        kv_format=plan.numerics.kv_format,
+        load_format=plan.load_format,
     )
     for reason in plan.reasons:
         say(f"    {reason.choice} = {reason.value}")
@@ -973,15 +984,15 @@ def report(folder: Path, *, into: Path | None) -> int:
     # Runs with choices pinned or with less work are experiments, not results.
     suites = [one for one in found if one.get("kind") == "suite" and one["scale"] == "full"]
     suites = [one for one in suites if not one["off"] and not one["means"]]
-    # The newest run of a model is the one that counts.
-    latest = {gpu_figures.case_of(one): one for one in sorted(suites, key=lambda one: one["date"])}
-    results = [latest[case] for case in sorted(latest)]
+    # The newest run of a model (and kind of weights) is the one that counts.
+    latest = {gpu_figures.title_of(one): one for one in sorted(suites, key=lambda one: one["date"])}
+    results = [latest[title] for title in sorted(latest)]
     parts = [gpu_figures.short_table(results), ""] if results else ["No result yet.", ""]
     parts += [gpu_figures.section(one) + "\n" for one in results]
     for one in found:
         if one.get("kind") == "ablation":
             parts += [
-                f"### Techniques, turned one at a time: {gpu_figures.case_of(one)}",
+                f"### Techniques, turned one at a time: {gpu_figures.title_of(one)}",
                 "",
                 gpu_figures.ablation_table(one),
                 "",

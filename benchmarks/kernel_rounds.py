@@ -7,6 +7,8 @@
     fixed     the batch-invariant matmul against cuBLAS          rows      attention of one-token rows, bf16 and FP8 keys
     onerow    one input row, FP8 weights and norms                longrows  attention of long rows
     sampler   flat and peaked logits                             steps     whole decode steps, with the best constants found just before
+    medium    128 and 256 input rows: tiles against cuBLAS and what must follow it
+    early     8 to 64 input rows: weights under way before the input is there
 
 Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py, which also measures everything else).
 """
@@ -27,7 +29,7 @@ import torch
 import triton
 from kernels import BF16, F32, FP8, MODELS, Bench, Case, Shape, difference, tag
 
-from tradewind.kernels.triton import decode, prefill, skinny
+from tradewind.kernels.triton import decode, elementwise, library, prefill, skinny
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton.tuning import DEFAULT, DecodeConfig, GemvConfig, PrefillConfig, TileConfig, tuned
 
@@ -105,6 +107,147 @@ def fixed_candidates(bench: Bench) -> Iterator[Candidate]:
                 calls = [lambda w=w, call=call, out=out: call(w, out) for w, _ in pairs]
                 check = error if truth is not None else None
                 yield Candidate(Case("fixed", op, tag(tile), calls, bytes=amount, flops=flops, error=check), tile)
+
+
+def medium_matrices() -> list[tuple[str, str, int, int, bool, bool]]:
+    """(model, name, outputs, depth, gated, FP8): what a step of many rows multiplies by, of the shapes in benchmarks/models."""
+    found = [(m.name, *matrix, False) for m in (BY_NAME["qwen3-0.6b"], EIGHT) for matrix in layer_matrices(m)]
+    found += [(EIGHT.name, *matrix, True) for matrix in layer_matrices(EIGHT)]
+    for name, outputs, depth, gated in (
+        ("qwen3-30b-a3b qkv", 5120, 2048, False), ("qwen3-30b-a3b o", 2048, 4096, False), ("deepseek-v2-lite q", 3072, 2048, False),
+        ("deepseek-v2-lite o", 2048, 2048, False), ("deepseek-v2-lite shared gate_up", 2816, 2048, True),
+        ("deepseek-v2-lite shared down", 2048, 2816, False),
+    ):  # fmt: skip
+        found.append((*name.split(" ", 1), outputs, depth, gated, False))
+    return found
+
+
+def medium_tiles(rows: int, outputs: int, *, gated: bool, fp8: bool) -> list[TileConfig]:
+    """Those with at least two programs for three multiprocessors, and no more than three a multiprocessor."""
+    shapes = [
+        (64, 64, 128, 4, 3), (64, 64, 64, 4, 6), (64, 128, 64, 4, 4), (64, 32, 128, 4, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 3),
+        (128, 128, 64, 8, 4), (128, 32, 128, 4, 4), (256, 64, 64, 8, 4), (256, 128, 64, 8, 3),
+    ]  # fmt: skip
+    if fp8:  # half the bytes: blocks of K twice as long
+        shapes = [(bm, bn, min(2 * bk, 128), warps, stages) for bm, bn, bk, warps, stages in shapes]
+    tiles = []
+    for bm, bn, bk, warps, stages in dict.fromkeys(shapes):
+        programs = -(-rows // bm) * -(-outputs // (bn // 2 if gated else bn))
+        if bm <= rows and 88 <= programs <= 132 * (8 if gated or outputs > 4096 else 4):
+            sides = (False, True) if bm >= 64 and bn >= 32 else (False,)
+            tiles += [
+                TileConfig(bm, bn, bk, 1, warps, stages, rows_first=first) for first in sides if first or bn >= 64
+            ]
+    return tiles
+
+
+def medium_candidates(bench: Bench) -> Iterator[Candidate]:
+    for model, name, features, depth, gated, fp8 in medium_matrices():
+        rows_w = features * (2 if gated else 1)
+        pairs = weights_of(bench, rows_w, depth, fp8=fp8, most=24)
+        for rows in (128, 256):
+            x, x_scale = bench.normal(rows, depth), None
+            if fp8:
+                x, x_scale = base.fp8_weight(bench, x)
+            out, both = bench.empty(rows, features), bench.empty(rows, rows_w)
+            truth = None
+            if not bench.dry:
+                wide = x.float() if x_scale is None else x.float() * x_scale[:, None]
+                truth = product(wide, pairs[0], gated=gated)
+            op = f"{model} {name} M={rows}" + (" fp8" if fp8 else "")
+            amount, flops = pairs[0][0].numel() * pairs[0][0].element_size(), 2.0 * rows * rows_w * depth
+            if not bench.dry:
+
+                def whole(pair, x=x, x_scale=x_scale, out=out, both=both, gated=gated):
+                    target = both if gated else out
+                    if x_scale is None:
+                        library.matmul(x, pair[0], out=target)
+                    else:
+                        library.scaled_matmul(x, x_scale, pair[0], pair[1], out=target)
+                    if gated:
+                        elementwise.gated_activation(both, out=out, activation="silu", pdl=True)
+
+                calls = [lambda pair=pair, whole=whole: whole(pair) for pair in pairs]
+                how = "cublas and activation" if gated else "cublas"
+                yield Candidate(Case("medium", op, how, calls, bytes=amount, flops=flops), off=True)
+            for tile in medium_tiles(rows, features, gated=gated, fp8=fp8):
+                residual = None if gated or name == "qkv" else torch.zeros_like(out)
+
+                def call(pair, target, x=x, x_scale=x_scale, gated=gated, tile=tile, residual=residual):
+                    skinny.fixed_linear(
+                        x, pair[0], scale=pair[1], x_scale=x_scale, out=target, gated=gated, residual=residual, tile=tile, pdl=True
+                    )  # fmt: skip
+
+                def error(call=call, pair=pairs[0], out=out, truth=truth):
+                    target = torch.full_like(out, float("nan"))
+                    call(pair, target)
+                    return difference(target, truth)
+
+                calls = [lambda pair=pair, call=call, out=out: call(pair, out) for pair in pairs]
+                yield Candidate(Case("medium", op, tag(tile), calls, bytes=amount, flops=flops, error=error), tile)
+
+
+def early_tiles(now: TileConfig, depth: int) -> list[TileConfig]:
+    """Today's, and those whose copies of weights begin before the wait."""
+    shapes = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3), (128, 64, 8, 5))
+    splits = (1, 2) if now.split == 1 else (now.split // 2, now.split)
+    return [now] + [
+        TileConfig(now.bm, bn, bk, split, warps, stages, early=True)
+        for bn, bk, warps, stages in shapes
+        for split in splits
+        if depth % (bk * split) == 0
+    ]
+
+
+def early_candidates(bench: Bench) -> Iterator[Candidate]:
+    for model, fp8 in ((EIGHT, False), (EIGHT, True), (BY_NAME["qwen3-0.6b"], False)):
+        for name, features, depth, gated in layer_matrices(model):
+            rows_w = features * (2 if gated else 1)
+            pairs = weights_of(bench, rows_w, depth, fp8=fp8, most=24)
+            for rows in (8, 32) if model is EIGHT and not fp8 else (32,):
+                now = tuned(DEFAULT).tile(rows, rows_w, depth, fp8=fp8)
+                if now is None:
+                    continue
+                x, x_scale = bench.normal(rows, depth), None
+                if fp8:
+                    x, x_scale = base.fp8_weight(bench, x)
+                out = bench.empty(rows, features)
+                truth = None
+                if not bench.dry:
+                    truth = product(
+                        x.float() if x_scale is None else x.float() * x_scale[:, None], pairs[0], gated=gated
+                    )
+                residual = None if gated or name == "qkv" else torch.zeros_like(out)
+                for tile in early_tiles(now, depth):
+                    need = skinny.workspace_floats(features, config=tile, gated=gated)
+                    work, arrived = bench.empty(need, dtype=F32), bench.zeros(-(-rows_w // tile.bn))
+
+                    def call(
+                        pair,
+                        target,
+                        x=x,
+                        x_scale=x_scale,
+                        gated=gated,
+                        tile=tile,
+                        residual=residual,
+                        work=work,
+                        arrived=arrived,
+                    ):
+                        skinny.skinny_linear(
+                            x, pair[0], scale=pair[1], x_scale=x_scale, out=target, gated=gated, residual=residual, config=tile,
+                            workspace=work, arrived=arrived, pdl=True,
+                        )  # fmt: skip
+
+                    def error(call=call, pair=pairs[0], out=out, truth=truth):
+                        target = torch.full_like(out, float("nan"))
+                        call(pair, target)
+                        return difference(target, truth)
+
+                    calls = [lambda pair=pair, call=call, out=out: call(pair, out) for pair in pairs]
+                    amount, flops = pairs[0][0].numel() * pairs[0][0].element_size(), 2.0 * rows * rows_w * depth
+                    op = f"{model.name} {name} M={rows}" + (" fp8" if fp8 else "")
+                    case = Case("early", op, tag(tile), calls, bytes=amount, flops=flops, error=error)
+                    yield Candidate(case, tile, tile == now)
 
 
 def onerow_configs(name: str) -> list[GemvConfig]:
@@ -356,8 +499,10 @@ def sampler_candidates(bench: Bench) -> Iterator[Candidate]:
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
+    "early": early_candidates,
     "fixed": fixed_candidates,
     "longrows": longrows_candidates,
+    "medium": medium_candidates,
     "onerow": onerow_candidates,
     "rows": rows_candidates,
     "sampler": sampler_candidates,

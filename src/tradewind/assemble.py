@@ -24,7 +24,7 @@ import msgspec
 from tradewind.config import env
 from tradewind.config.card import ModelCard
 from tradewind.config.card_reader import card_from_gguf, card_from_hf
-from tradewind.config.choices import device_wanted
+from tradewind.config.choices import device_wanted, reads_weights
 from tradewind.config.goals import Goals
 from tradewind.config.gpu_probe import hold_context, why_no_cuda
 from tradewind.config.hardware_probe import measure
@@ -85,7 +85,7 @@ def make_plan(goals: Goals, *, progress: Progress | None = None, phases: Phases 
     cache = env.cache_dir()
     with phases("find"):
         path = find_model(goals.model, cache_dir=cache, progress=progress)
-        checkpoint = open_checkpoint(path, weights=goals.means.load_format != "dummy")
+        checkpoint = open_checkpoint(path, weights=reads_weights(goals.means.load_format))
         card = read_card(checkpoint, name=goals.model)
     with phases("plan"):
         missing = missing_backends()
@@ -138,8 +138,8 @@ def make_ops(plan: Plan, *, phases: Phases | None = None) -> tuple[Ops, tuple[st
     """The op set that the plan names, and what the user should know: that torch computes because the C++ library is not there, or that the
     weights are random."""
     ops, notice = _ops_of(plan, phases or Phases())
-    dummy = "The weights are random (load format dummy): answers mean nothing." if plan.load_format == "dummy" else None
-    return ops, tuple(text for text in (notice, dummy) if text is not None)
+    dummy = f"The weights are random (load format {plan.load_format}): answers mean nothing."
+    return ops, tuple(text for text in (notice, None if reads_weights(plan.load_format) else dummy) if text is not None)
 
 
 def _ops_of(plan: Plan, phases: Phases) -> tuple[Ops, str | None]:
@@ -234,9 +234,15 @@ def make_executor(
             exact = plan.numerics.backend == "plain" or plan.numerics.compute == "f32"
             banks = Adapters(ops, slots=room.slots, rank=room.rank, exact=exact)
         try:
-            if plan.load_format == "dummy":
+            if not reads_weights(plan.load_format):
                 model = load_dummy(
-                    family=family, card=card, ops=ops, numerics=plan.numerics, attention=backend, adapters=banks
+                    family=family,
+                    card=card,
+                    ops=ops,
+                    numerics=plan.numerics,
+                    attention=backend,
+                    adapters=banks,
+                    load_format=plan.load_format,
                 )
             else:
                 model = load_model(

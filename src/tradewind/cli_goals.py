@@ -46,7 +46,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--kv-format", "--kv-dtype", choices=["f32", "f16", "bf16", "fp8"], help="how keys and values are kept"
     )
     means.add_argument(
-        "--load-format", choices=["auto", "dummy"], help="dummy: random weights, for measuring; answers are noise"
+        "--load-format",
+        choices=["auto", "dummy", "dummy-flat", "dummy-one-route"],
+        help="dummy: random weights, for measuring; answers are noise; flat: as small as other engines' dummy weights; one-route: all "
+        "tokens visit the same experts",
     )
     means.add_argument("--page-tokens", type=whole, metavar="N", help="tokens of a page of keys and values")
     means.add_argument("--max-tokens-per-step", type=whole, metavar="N", help="longer prompts are computed in chunks")

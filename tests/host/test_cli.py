@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tradewind import __version__, cli
+from tradewind.config.choices import WORDS
 from tradewind.config.techniques import TECHNIQUES
 from tradewind.contract.errors import EngineDeadError, UserError
 
@@ -133,6 +134,9 @@ def test_means_of_a_gpu_are_pinned_by_their_options() -> None:
     assert (means.backend, means.quantization, means.kv_format) == ("cuda", "fp8", "fp8")
     assert (means.deterministic, means.load_format, means.graphs) == (True, "dummy", False)
     assert cli.goals_of(cli._parse(["plan", "x", "--kv-format", "fp8"])).means.kv_format == "fp8"
+    for load_format in WORDS["load_format"]:
+        means = cli.goals_of(cli._parse(["plan", "x", "--load-format", load_format])).means
+        assert means.load_format == load_format
     left = cli.goals_of(cli._parse(["plan", "x"])).means
     assert all(getattr(left, name) is None for name in left.__struct_fields__)
 

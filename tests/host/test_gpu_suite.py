@@ -305,6 +305,53 @@ def test_a_report_renews_the_figures_of_a_page(scripts: SimpleNamespace, tmp_pat
     assert scripts.suite.report(tmp_path, into=page) == 2
 
 
+def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    """Beside the usual dummy weights, with the same peers and demands."""
+    title = scripts.figures.title_of
+    for number, (model, load_format, wanted) in enumerate(
+        (
+            ("llama-3.1-8b", "dummy", "llama-3.1-8b"),
+            ("llama-3.1-8b", "dummy-flat", "llama-3.1-8b, flat weights"),
+            ("deepseek-v2-lite", "dummy-one-route", "deepseek-v2-lite, one route"),
+        )
+    ):
+        asked = scripts.suite.parsed(["--model", model, "--load-format", load_format])
+        assert scripts.suite.goals_of(asked).means.load_format == load_format
+        assert scripts.suite.parsed(scripts.suite.same_engine(asked)).load_format == load_format
+        made = scripts.suite.new_result(asked)
+        assert made["load_format"] == load_format and title(made) == wanted
+        result = a_result(scripts, model=model, load_format=load_format)
+        result["workloads"] = {"W1": {"tpot_ms": 1.111 * (1 + number)}}
+        scripts.suite.save(result, tmp_path / f"gpu-{number}.json")
+        assert scripts.figures.table(made) == scripts.figures.table({**made, "load_format": "dummy"})
+    quantised = {**made, "quantization": "fp8", "load_format": "dummy-flat"}
+    assert title(quantised) == "deepseek-v2-lite fp8, flat weights"
+    del made["load_format"]
+    assert title(made) == "deepseek-v2-lite", "as older results are"
+    page = tmp_path / "page.md"
+    page.write_text(f"{scripts.suite.BEGIN}\n{scripts.suite.END}\n")
+    assert scripts.suite.report(tmp_path, into=page) == 0
+    text = page.read_text()
+    assert "| one H200 | deepseek-v2-lite, one route | llama-3.1-8b | llama-3.1-8b, flat weights |" in text
+    for head, ours, peer in (
+        ("llama-3.1-8b", "**1.11** ms", "4.97"),
+        ("llama-3.1-8b, flat weights", "**2.22** ms", "4.97"),
+        ("deepseek-v2-lite, one route", "**3.33** ms", "3.36"),
+    ):
+        part = text.split(f"### {head}\n")[1].split("###")[0]
+        assert ours in part and f" {peer} |" in part
+
+
+def test_of_one_route_a_step_reads_one_tokens_experts(scripts: SimpleNamespace) -> None:
+    shape, read = config("deepseek-v2-lite"), scripts.figures.weight_bytes
+    usual, one = (
+        scripts.suite.sizes_of(shape, quantization="none", kv_format="bf16", load_format=load_format)
+        for load_format in ("dummy-flat", "dummy-one-route")
+    )
+    assert read(one, 1) == read(one, 256) == one["weight_bytes_per_token"] == usual["weight_bytes_per_token"]
+    assert read(usual, 256) > 5 * read(one, 256)
+
+
 def test_the_page_of_the_repository_has_its_marks(scripts: SimpleNamespace) -> None:
     text = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
     assert text.count(scripts.suite.BEGIN) == text.count(scripts.suite.END) == 1

@@ -312,7 +312,7 @@ MEANS = st.builds(
     threads=pin(st.integers(1, 64)),
     deterministic=pin(BOOLS),
     graphs=pin(BOOLS),
-    load_format=pin(st.sampled_from(["auto", "dummy"])),
+    load_format=pin(st.sampled_from(["auto", "dummy", "dummy-flat"])),
 )
 ANYTHING = st.builds(
     Means,

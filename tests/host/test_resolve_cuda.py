@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,8 +16,8 @@ from tests.host.plans import CARDS, GEMMA_270M, LLAMA_8B, SMOLLM2, SMOLLM2_BF16,
 from tests.host.test_resolve import SCENARIOS, check_advice, pin, reason, total
 from tradewind.config import ledger, ledger_cuda
 from tradewind.config.card import ModelCard, MoeFacts
-from tradewind.config.choices import device_wanted
-from tradewind.config.goals import Goals, Means
+from tradewind.config.choices import device_wanted, reads_weights
+from tradewind.config.goals import Goals, LoadFormat, Means
 from tradewind.config.hardware import Hardware
 from tradewind.config.kv_sizing import sequence_pages
 from tradewind.config.plan import Plan
@@ -138,6 +138,14 @@ def test_on_a_cpu_the_reason_says_why_no_gpu_computes() -> None:
     assert missing["cuda"] in reason(plan, "backend").rejected
 
 
+@pytest.mark.parametrize("load_format", get_args(LoadFormat))
+def test_each_load_format_says_what_it_is_for(load_format: LoadFormat) -> None:
+    plan = planned(MIXTURE, means=Means(load_format=load_format))
+    said = reason(plan, "load_format")
+    assert plan.load_format == said.value == load_format and said.pinned
+    assert reads_weights(load_format) == (load_format == "auto") == ("noise" not in said.why)
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 ON_A_GPU: list[tuple[ModelCard, Hardware, dict[str, Any], str]] = [
@@ -159,7 +167,8 @@ ON_A_GPU: list[tuple[ModelCard, Hardware, dict[str, Any], str]] = [
     (SMOLLM2, machine(), {"graphs": True}, "graphs are CUDA graphs; the cpu backend has none: leave graphs off"),
     (SMOLLM2, machine(), {"backend": "plain", "graphs": True}, "the plain backend has none: leave graphs off"),
     (SMOLLM2, machine(), {"backend": "cuda"}, "backend cuda cannot be used: no usable GPU was found; use --backend cpu"),
-    (SMOLLM2, gpu(), {"load_format": "random"}, "load_format is 'random'; it must be one of auto, dummy"),
+    (SMOLLM2, gpu(), {"load_format": "random"}, "load_format is 'random'; it must be one of auto, dummy, dummy-flat, dummy-one-route"),
+    (LLAMA_8B, gpu(), {"load_format": "dummy-one-route"}, "'llama-3.1-8b' has no experts; use dummy or dummy-flat"),
 ]  # fmt: skip
 
 
@@ -307,7 +316,7 @@ MEANS = st.builds(
     tape=pin(BOOLS),
     threads=pin(st.integers(1, 64)),
     deterministic=pin(BOOLS),
-    load_format=pin(st.sampled_from(["auto", "dummy"])),
+    load_format=pin(st.sampled_from(["auto", "dummy", "dummy-flat"])),
 )
 GOALS = st.builds(
     Goals,

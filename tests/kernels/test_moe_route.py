@@ -135,6 +135,38 @@ def test_equal_scores_go_to_the_lower_id(name: str) -> None:
 
 
 @cases
+@pytest.mark.parametrize("name", ["cpu", "plain"])
+def test_routers_of_zero_send_every_token_to_the_same_experts(case: str, name: str) -> None:
+    """What load format dummy-one-route rests on."""
+    experts, routing, corrected = ROUTINGS[case]
+    bias = np.zeros(experts, np.float32) if corrected else None
+    with cpu_ops(threads=3) as cpu:
+        ids, weights = routed(cpu if name == "cpu" else PlainOps(), np.zeros((40, experts), np.float32), routing, bias)
+    assert (ids == np.arange(routing.top_k)).all(), "the first, in the first groups"
+    assert np.unique(weights).size == 1 and (weights > 0).all()
+
+
+def test_flat_weights_tie_in_bf16_and_not_in_float32() -> None:
+    """Why a peer that takes a router's softmax in bf16 had one route under dummy weights, and we, in float32, have not: V2-Lite's shape."""
+    source = torch.Generator().manual_seed(0)
+    experts, hidden, routing = 64, 2048, Routing(top_k=6, normalise=False)
+
+    def flat(*shape: int) -> torch.Tensor:
+        return torch.empty(shape).uniform_(-1e-3, 1e-3, generator=source)
+
+    x = flat(50, hidden)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * flat(hidden)
+    logits = x @ flat(experts, hidden).T
+    assert 1e-6 < logits.std() < 1e-4
+    scores = logits.bfloat16().softmax(-1)
+    assert scores.unique().tolist() == [2**-6]
+    assert (reference_moe.best(scores, 6) == torch.arange(6)).all()
+    precise = logits.softmax(-1)
+    assert min(len(row.unique()) for row in precise) > experts // 2
+    assert len(reference_moe.route(logits, routing)[0].unique()) > experts // 2, "tokens go to experts of their own"
+
+
+@cases
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30, -200.0])
 def test_experts_are_valid_whatever_the_logits(case: str, value: float) -> None:
     """A broken row must not send a thread to memory that is no expert, nor spoil its neighbours."""

@@ -187,6 +187,7 @@ def linear_truth(x, weight, scale, norm_weight, bias, residual, gated):
         GemvConfig(rows=2, block_k=64, warps=2, narrow=True, half=True, ahead=8),
         TileConfig(bm=16, bn=16, bk=32, split=1, warps=4, stages=3),
         TileConfig(bm=8, bn=16, bk=32, split=2, warps=4, stages=2),
+        TileConfig(bm=16, bn=16, bk=32, split=2, warps=4, stages=3, early=True),
     ],
 )
 def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, config):
@@ -217,7 +218,8 @@ def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, con
     assert arrived is None or not arrived.any(), "counters must be zero for the next replay"
 
 
-def test_tiles_with_fp8_inputs(rng):
+@pytest.mark.parametrize("early", [False, True])
+def test_tiles_with_fp8_inputs(rng, early):
     rows, features, depth = 5, 24, 192
     weight, x = normal(rng, 2 * features, depth), normal(rng, rows, depth)
     scale = weight.float().abs().amax(1) / 448
@@ -232,7 +234,7 @@ def test_tiles_with_fp8_inputs(rng):
         scale=scale,
         x_scale=x_scale,
         gated=True,
-        config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2),
+        config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2, early=early),
     )
     exact = linear_truth(x8.float() * x_scale[:, None], weight8, scale, None, None, None, True)
     assert difference(out, exact) < BF16_TOLERANCE
@@ -242,8 +244,11 @@ def test_tiles_with_fp8_inputs(rng):
     ("gated", "with_bias", "form"),
     [(True, True, "bf16"), (False, False, "bf16"), (False, True, "w8"), (True, False, "w8a8")],
 )
-@pytest.mark.parametrize("depth", [128, 200])
-def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bias, form, depth):
+@pytest.mark.parametrize(
+    ("depth", "tile"),
+    [(128, skinny.FIXED), (200, skinny.FIXED), (200, TileConfig(32, 64, 64, 1, 4, 3, rows_first=True))],
+)
+def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bias, form, depth, tile):
     features, most = 72, 70
     x = normal(rng, most, depth)
     weight, scale, x_scale = normal(rng, features * (2 if gated else 1), depth), None, None
@@ -264,7 +269,7 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bi
         out = residual[here].clone() if residual is not None else torch.zeros(rows, features, dtype=BF16, device=DEVICE)
         skinny.fixed_linear(
             x[here], weight, out=out, scale=scale, x_scale=None if x_scale is None else x_scale[here], bias=bias, gated=gated,
-            residual=out if residual is not None else None,
+            residual=out if residual is not None else None, tile=tile,
         )  # fmt: skip
         found[first, rows] = out
         assert difference(out, truth[here]) < BF16_TOLERANCE
@@ -275,7 +280,10 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bi
         and torch.equal(found[69, 1], whole[69:])
     )
     out = torch.full((most, features), 7.0, dtype=F32, device=DEVICE)
-    skinny.fixed_linear(x, weight, out=out, scale=scale, x_scale=x_scale, bias=bias, gated=gated, count=ints([3]))
+    count = ints([3])
+    skinny.fixed_linear(
+        x, weight, out=out, scale=scale, x_scale=x_scale, bias=bias, gated=gated, count=count, tile=tile
+    )
     assert (out[3:] == 7).all() and (out[:3] != 7).any(), "rows beyond count are left alone"
 
 

@@ -96,6 +96,15 @@ def test_equal_scores_go_to_the_lower_id() -> None:
     assert chosen.tolist() == [[0, 1, 2, 3], [3, 7, 11, 0]] and np.allclose(weights[0], 0.25)
 
 
+@pytest.mark.parametrize("case", ROUTINGS)
+def test_routers_of_zero_send_every_token_to_the_same_experts(case: str) -> None:
+    experts, routing, corrected = ROUTINGS[case]
+    bias = np.zeros(experts, np.float32) if corrected else None
+    for tokens in (1, 21):
+        chosen, weights = routed(make_ops(), np.zeros((tokens, experts), np.float32), routing, bias, tokens)
+        assert (chosen == np.arange(routing.top_k)).all() and np.unique(weights).size == 1
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("case", ROUTINGS)
 def test_experts_are_valid_whatever_the_logits(case: str) -> None:

@@ -56,8 +56,18 @@ class SmallTiles(Tuning):
         return TileConfig(16, 32, 32, 2 if depth % 64 == 0 else 1, 4, 2)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmallWide(Tuning):
+    """For every matmul of more than one row the tiles that are for many, with either operand as the tall one."""
+
+    def wide(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
+        return TileConfig(16, 32, 32, 1, 4, 2, rows_first=weight_rows > depth)
+
+
 LIBRARY = Tuning(multiprocessors=132, tile_rows=0)
+WIDE = SmallWide(multiprocessors=132, tile_rows=0)
 TILES = SmallTiles(multiprocessors=132, tile_rows=16)
+TUNED = {"fixed": LIBRARY, "library": LIBRARY, "tiles": TILES, "wide": WIDE}
 
 
 def make_ops(**options: Any) -> CudaOps:
@@ -248,10 +258,10 @@ def test_rope_angles_are_the_references():
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("way", ["library", "tiles", "fixed"])
+@pytest.mark.parametrize("way", sorted(TUNED))
 @pytest.mark.parametrize("fp8", [False, True])
 def test_linear(rows, way, fp8):
-    ops = make_ops(tuning=TILES if way == "tiles" else LIBRARY, deterministic=way == "fixed")
+    ops = make_ops(tuning=TUNED[way], deterministic=way == "fixed")
     pack = ops.pack_fp8 if fp8 else ops.pack_matrix
     w, up = (pack(normal(48, 64, seed=s, scale=0.2)) for s in (1, 2))
     bias, both = ops.constant(normal(48, seed=3)), ops.constant(normal(96, seed=4))
@@ -574,6 +584,7 @@ PLANNED = [
     ("llama", "tiles"),
     ("olmo2", "library"),
     ("smollm2", "tiles"),
+    ("qwen3", "wide"),
 ]
 
 
@@ -581,7 +592,7 @@ PLANNED = [
 def test_programs_compute_the_model(family, tuning):
     card = CARDS[family]
     truth = answers(Runner(card, PlainOps()), planned=False)
-    ops = make_ops(tuning=TILES if tuning == "tiles" else LIBRARY)
+    ops = make_ops(tuning=TUNED[tuning])
     fused = answers(Runner(card, ops), planned=True)
     for found, wanted in zip(fused, truth, strict=True):
         assert difference(found, wanted) < 0.02
@@ -592,11 +603,11 @@ def test_programs_compute_the_model(family, tuning):
     assert ops.workspace.counters(1).count_nonzero() == 0, "arrival counters are left zero"
 
 
-@pytest.mark.parametrize("tuning", ["tiles", "library", "fixed"])
+@pytest.mark.parametrize("tuning", sorted(TUNED))
 def test_fp8_programs_compute_the_model(tuning):
     card = CARDS["qwen3"]
     truth = answers(Runner(card, PlainOps(), fp8=True), planned=False)
-    ops = make_ops(tuning=TILES if tuning == "tiles" else LIBRARY, deterministic=tuning == "fixed")
+    ops = make_ops(tuning=TUNED[tuning], deterministic=tuning == "fixed")
     runner = Runner(card, ops, fp8=True, kv_format="fp8" if tuning == "tiles" else "bf16")
     for found, wanted in zip(answers(runner, planned=True), truth, strict=True):
         assert difference(found, wanted) < 0.15  # activations and keys keep 4 bits
@@ -604,6 +615,8 @@ def test_fp8_programs_compute_the_model(tuning):
     assert "rms_norm [24, 64] -> fp8" in text or "+ delta -> fp8" in text
     if tuning == "library":
         assert "silu of gate, by up [24, 80] -> fp8" in text
+    if tuning == "wide":
+        assert "wide [24, 64] -> 80 fp8 + silu" in text and "library" not in text
 
 
 @pytest.mark.parametrize("tuning", ["tiles", "library"])
@@ -611,7 +624,7 @@ def test_an_encoder(tuning):
     card = CARDS["bert"]
     steps = [([(0, ids(0, 17)), (1, ids(1, 3)), (2, ids(2, 1))], MIXED), ([(3, ids(3, 20))], LONE)]
     plain = Runner(card, PlainOps())
-    runner = Runner(card, make_ops(tuning=TILES if tuning == "tiles" else LIBRARY))
+    runner = Runner(card, make_ops(tuning=TUNED[tuning]))
     for rows, bucket in steps:
         assert difference(runner.step(rows, bucket), plain.step(rows)) < 0.02
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,15 +13,19 @@ import pytest
 from tests.reference.driver import Driver
 from tests.reference.op_sets import EXACT, OP_SETS, open_ops
 from tests.reference.tiny import TINY, make_tiny, token_ids
+from tradewind.assemble import make_ops, make_plan
 from tradewind.attention.backend import BACKENDS
 from tradewind.config.card import ModelCard
 from tradewind.config.card_reader import card_from_hf
+from tradewind.config.choices import reads_weights
+from tradewind.config.goals import Goals, LoadFormat, Means
+from tradewind.contract.errors import UserError
 from tradewind.kernels.ops import Ops
 from tradewind.kernels.plain import PlainOps
 from tradewind.models.registry import family_of
 from tradewind.quantization.scheme import Numerics
 from tradewind.weights.checkpoint import CheckpointError, open_checkpoint
-from tradewind.weights.dummy import DummyWeights, load_dummy
+from tradewind.weights.dummy import FILLS, DummyWeights, load_dummy
 
 
 def describe(folder: Path) -> ModelCard:
@@ -38,9 +42,16 @@ def only_config(folder: Path, name: str) -> ModelCard:
     return describe(folder)
 
 
-def build(card: ModelCard, ops: Ops, numerics: Numerics = EXACT, *, seed: int = 0) -> Any:
+def build(card: ModelCard, ops: Ops, numerics: Numerics = EXACT, *, seed: int = 0, load_format: str = "dummy") -> Any:
+    attention = BACKENDS[ops.name](ops)
     return load_dummy(
-        family=family_of(card), card=card, ops=ops, numerics=numerics, attention=BACKENDS[ops.name](ops), seed=seed
+        family=family_of(card),
+        card=card,
+        ops=ops,
+        numerics=numerics,
+        attention=attention,
+        seed=seed,
+        load_format=load_format,
     )
 
 
@@ -130,7 +141,8 @@ class Drawing(PlainOps):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def random_matrix(self, n: int, k: int, *, layout: str, gated: bool, seed: int, scale: float) -> Any:
+    def random_matrix(self, n: int, k: int, *, layout: str, gated: bool, seed: int, scale: float, uniform: bool) -> Any:
+        assert not uniform
         self.asked.append(("matrix", n, k, layout, gated, seed, round(scale, 6)))
         values = np.random.default_rng(seed).standard_normal((n, k), np.float32) * np.float32(scale)
         if gated:
@@ -138,7 +150,8 @@ class Drawing(PlainOps):
             return self.pack_gated(gate, up)
         return self.pack_matrix(values, compute="bf16")
 
-    def random_rows(self, rows: int, cols: int, *, seed: int, scale: float) -> Any:
+    def random_rows(self, rows: int, cols: int, *, seed: int, scale: float, uniform: bool) -> Any:
+        assert not uniform
         self.asked.append(("rows", rows, cols, seed))
         values = np.random.default_rng(seed).standard_normal((rows, cols), np.float32) * np.float32(scale)
         return self.row_table(values.view(np.uint8), "F32", rows=rows, cols=cols)
@@ -211,3 +224,104 @@ def test_an_encoder(tmp_path: Path) -> None:
     card = describe(tmp_path)
     model = build(card, PlainOps())
     assert len(model.layers) == 2
+
+
+# --------------------------------------------------------------------------------------------------------- other fills
+
+
+def test_every_load_format_that_reads_nothing_has_a_fill() -> None:
+    assert list(FILLS) == [name for name in get_args(LoadFormat) if not reads_weights(name)]
+    assert reads_weights(None)
+
+
+def test_flat_weights_are_uniform_everywhere() -> None:
+    card = ModelCard(
+        name="x", family="llama", source="hf", vocab_size=1000, hidden=256, layers=8, heads=4, kv_heads=4, head_dim=64,
+        intermediate=512, max_positions=64, norm_eps=1e-5, tied_embeddings=False,
+    )  # fmt: skip
+    ops = PlainOps()
+    weights = DummyWeights(card=card, ops=ops, numerics=EXACT, fill=FILLS["dummy-flat"])
+    layer = weights.at("layers.3").unquantised()
+    for values in (
+        ops.host(layer.at("attention").matrix({"q": 256, "k": 64}, k=256).data[0]),
+        ops.host(layer.at("mlp").matrix({"down": 256}, k=512).data[0]),
+        ops.host(layer.vector({"attention_norm.weight": 2048}, offset=1.0)),
+        ops.host(layer.vector({"q.bias": 2048})),
+        layer.floats("router", (16, 256)),
+        ops.host(weights.rows("embedding", rows=5000, cols=256).data),
+    ):
+        assert np.abs(values).max() <= np.float32(1e-3)
+        assert values.std() == pytest.approx(1e-3 / 3**0.5, rel=0.05)
+        assert abs(values.mean()) < 1e-4
+    tied = ops.host(weights.matrix({"embedding": 5000}, k=256, sensitive=True).data[0])
+    assert np.array_equal(tied, values)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3", "gpt_oss", "qwen3"])
+def test_models_of_flat_weights_run(tmp_path: Path, name: str, quantization: Any) -> None:
+    card = only_config(tmp_path, name)
+    for op_set in OP_SETS:
+        ops = open_ops(op_set)
+        model = build(card, ops, Numerics(compute="f32", quantization=quantization), load_format="dummy-flat")
+        logits = Driver(model, card=card, ops=ops).step([(0, token_ids(count=48))])[0]
+        getattr(ops, "close", lambda: None)()
+        assert np.isfinite(logits).all() and 0 < logits.std() < 1e-2
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_block"])
+def test_the_cuda_op_set_draws_flat_weights(layout: str) -> None:
+    cuda = pytest.importorskip("tradewind.kernels.triton.ops")
+    ops = cuda.CudaOps(device="cpu")
+    first, again = (
+        ops.random_matrix(256, 384, layout=layout, gated=True, seed=3, scale=1e-3, uniform=True) for _ in range(2)
+    )
+    assert (first.layout, first.gated) == (layout, True)
+    values, scales = first.data[0].float(), first.data[1].float() if len(first.data) > 1 else None
+    assert values.equal(again.data[0].float())
+    if layout == "fp8_block":
+        values = values * scales.repeat_interleave(256 // len(scales), 0).repeat_interleave(128, 1)
+    elif layout == "fp8":
+        values = values * scales.reshape(-1, 1)
+    assert 0.98e-3 < float(values.abs().max()) < 1.005e-3
+    assert float(values.std()) == pytest.approx(1e-3 / 3**0.5, rel=0.02) and abs(float(values.mean())) < 1e-5
+    rows = ops.random_rows(100, 64, seed=4, scale=1e-3, uniform=True).data.float()
+    assert float(rows.abs().max()) < 1.005e-3 and len(rows.unique()) > 500
+
+
+@pytest.mark.parametrize("op_set", OP_SETS)
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "gpt_oss", "qwen2_moe_some", "qwen3_moe"])
+def test_one_route_sends_every_token_to_the_same_experts(
+    tmp_path: Path, name: str, op_set: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = only_config(tmp_path, name)
+    assert card.moe is not None
+    ops: Any = open_ops(op_set)
+    routes: list[Any] = []
+    route = ops.route
+
+    def watched(logits: Any, routing: Any, *, ids: Any, count: Any, **more: Any) -> None:
+        route(logits, routing, ids=ids, count=count, **more)
+        routes.append(np.array(ops.host(ids))[:48])
+
+    monkeypatch.setattr(ops, "route", watched)
+    logits = Driver(build(card, ops, load_format="dummy-one-route"), card=card, ops=ops).step(
+        [(0, token_ids(count=48))]
+    )[0]
+    getattr(ops, "close", lambda: None)()
+    assert len(routes) == sum(card.moe.layers)
+    assert all((ids == np.arange(card.moe.per_token)).all() for ids in routes)
+    assert np.isfinite(logits).all() and 0.2 < logits.std() < 5, "all else is as under dummy"
+
+
+def test_plans_without_a_checkpoint(tmp_path: Path) -> None:
+    only_config(tmp_path, "qwen3_moe")
+    for load_format in FILLS:
+        means = Means(backend="plain", load_format=load_format)  # type: ignore[arg-type]
+        planned = make_plan(Goals(model=str(tmp_path), means=means))
+        assert planned.plan.load_format == load_format and not planned.checkpoint.tensors
+        _, notices = make_ops(planned.plan)
+        assert f"The weights are random (load format {load_format}): answers mean nothing." in notices
+    only_config(tmp_path, "qwen3")
+    with pytest.raises(UserError, match=r"has no experts; use dummy or dummy-flat$"):
+        make_plan(Goals(model=str(tmp_path), means=Means(load_format="dummy-one-route")))

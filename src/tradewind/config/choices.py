@@ -6,11 +6,11 @@ Knows: what each means costs and brings. Refuses to know: how choices are fitted
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from tradewind.config import choices_cuda, ledger
 from tradewind.config.card import ModelCard
-from tradewind.config.goals import Goals, Means, PolicyName
+from tradewind.config.goals import Goals, LoadFormat, Means, PolicyName
 from tradewind.config.habits import HABITS, Habits
 from tradewind.config.hardware import Hardware
 from tradewind.config.plan import Reason
@@ -23,7 +23,6 @@ Compute = Literal["f32", "bf16", "int16", "int8"]
 PACKED: tuple[Compute, ...] = ("int8", "int16")
 """Ways to compute that multiply packed quants."""
 Quantization = Literal["none", "int8", "int4", "fp8"]
-LoadFormat = Literal["auto", "dummy"]
 Value = TypeVar("Value")
 Choice = tuple[Value, Reason]
 
@@ -162,7 +161,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "compute": ("bf16", "f32", "int16", "int8"),
     "degrade": ("full", "lossless", "off"),
     "kv_format": ("bf16", "f16", "f32", "fp8"),
-    "load_format": ("auto", "dummy"),
+    "load_format": get_args(LoadFormat),
     "policy": ("arrival", "fair", "length", "priority", "slo"),
     "quantization": ("fp8", "int4", "int8", "none"),
 }
@@ -365,13 +364,29 @@ def choose_graphs(means: Means, *, backend: Backend) -> Choice[bool]:
     return False, Reason(choice="graphs", value="off", why=why, pinned=means.graphs is not None)
 
 
-def choose_load_format(means: Means) -> Choice[LoadFormat]:
-    """Whether weights come from the file or are drawn at random."""
-    if means.load_format == "dummy":
-        why = "as asked: weights are drawn at random, for measuring; answers are noise"
-        return "dummy", Reason(choice="load_format", value="dummy", why=why, pinned=True)
-    why = "weights are those of the file"
-    return "auto", Reason(choice="load_format", value="auto", why=why, pinned=means.load_format is not None)
+LOAD_FORMATS: dict[LoadFormat, str] = {
+    "auto": "weights are those of the file",
+    "dummy": "as asked: weights are drawn at random, for measuring; answers are noise",
+    "dummy-flat": "as asked: weights are drawn at random, all uniform within 0.001 as in other engines' dummy loaders; answers are noise",
+    "dummy-one-route": "as asked: weights are drawn at random, routers are zero, so every token visits the same experts; answers are noise",
+}
+"""What each means, as the plan says it."""
+
+
+def reads_weights(load_format: LoadFormat | None) -> bool:
+    """Whether the file's tensors are read; where they are not, a description of the model is enough."""
+    return load_format in (None, "auto")
+
+
+def choose_load_format(means: Means, *, card: ModelCard) -> Choice[LoadFormat]:
+    """Whether weights come from the file or are drawn at random. Raises UserError when a model without experts is to have one route."""
+    chosen = means.load_format or "auto"
+    if chosen == "dummy-one-route" and card.moe is None:
+        raise UserError(
+            f"load_format dummy-one-route sends every token to the same experts, but '{card.name}' has no experts; use dummy or dummy-flat"
+        )
+    pinned = means.load_format is not None
+    return chosen, Reason(choice="load_format", value=chosen, why=LOAD_FORMATS[chosen], pinned=pinned)
 
 
 def choose_threads(means: Means, *, hardware: Hardware, backend: Backend) -> Choice[int]:

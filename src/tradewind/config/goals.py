@@ -15,6 +15,9 @@ PolicyName = Literal["arrival", "fair", "length", "priority", "slo"]
 DegradeName = Literal["full", "lossless", "off"]
 """What is given up under overload: nothing; what changes no answer (guesses, room for prompts, starts of other classes); also the lowest
 class, which is refused, and the length of the others' answers."""
+LoadFormat = Literal["auto", "dummy", "dummy-flat", "dummy-one-route"]
+"""Where weights come from: the file's own, or drawn at random for measuring: as large as trained ones; all uniform within 0.001, as other
+engines' dummy loaders have them; as dummy, with routers of zero, so that every token visits the same experts."""
 Late = Literal["demote", "refuse", "serve"]
 """What becomes of a request that can no longer meet its TTFT target: it goes behind those that can, is refused when it comes, or stays."""
 
@@ -48,8 +51,8 @@ class Means(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     threads: int | None = None
     deterministic: bool | None = None
     """One fixed order of every sum, so that an answer does not depend on its neighbours; on a GPU this costs speed, so it is asked for."""
-    load_format: Literal["auto", "dummy"] | None = None
-    """dummy: random weights instead of the file's, for measuring; answers are noise."""
+    load_format: LoadFormat | None = None
+    """All but auto: random weights instead of the file's, for measuring; answers are noise."""
 
 
 class Match(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,7 +49,7 @@ many rows (tokens x packed heads) each (tuning.py: prefill_splits), on the 132 m
 
 SHARED_ROWS_FROM, SHARED_ROWS = 24, 2 * 132 * 64
 """Keys that decoding rows share: from so many rows a step on (tuning.py: shared_rows) their parts take memory; so many rows (rows x packed
-heads) of programs run at once, or as many as there are (program.py: shared_keys)."""
+heads) of programs run at once, or as many as there are (attention_program.py: shared_keys)."""
 
 LATENT_PARTS = 256
 """Attention over latents: most programs (rows x splits x blocks of heads) of a step whose rows are split (tuning.py: latent_decode)."""

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tradewind.config.card import ModelCard
-from tradewind.config.goals import AdapterRoom, DegradeName, Late, PolicyName
+from tradewind.config.goals import AdapterRoom, DegradeName, Late, LoadFormat, PolicyName
 from tradewind.config.hardware import Hardware
 from tradewind.contract.kv import KVFormat, KVGroup
 
@@ -157,8 +157,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     cache: CachePlan
     schedule: SchedulePlan
     numerics: NumericsPlan
-    load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: weights are drawn at random, and the file's tensors are not read."""
+    load_format: LoadFormat = "auto"
+    """All but auto: weights are drawn at random, and the file's tensors are not read (choices.reads_weights)."""
     adapters: AdapterRoom | None = None
     """None: no adapter can be asked for."""
     ledger: tuple[LedgerLine, ...]

@@ -78,7 +78,7 @@ def decided(goals: Goals, card: ModelCard, hardware: Hardware, *, missing: Mappi
     threads, why_threads = choices.choose_threads(means, hardware=hardware, backend=backend)
     in_flight, why_overlap = choices.choose_overlap(means, hardware=hardware, backend=backend, threads=threads)
     deterministic, why_deterministic = choices.choose_deterministic(means, backend=backend)
-    load_format, why_load = choices.choose_load_format(means)
+    load_format, why_load = choices.choose_load_format(means, card=card)
     classes = class_plans(goals)
     policy, why_policy = choices.choose_policy(
         means,

@@ -23,9 +23,10 @@ from tradewind.kernels.triton import low_rank
 from tradewind.kernels.triton import sample as sampler
 from tradewind.kernels.triton import shared as sharing
 from tradewind.kernels.triton import step as kernels
+from tradewind.kernels.triton.attention_program import reserve_for_splits
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.program import Program, reserve_for_splits
+from tradewind.kernels.triton.program import Program
 from tradewind.kernels.triton.tape import Bucket, Fresh
 from tradewind.models.registry import Model
 from tradewind.runner.buckets import FEW_ROWS, LONGEST, ladder, smallest
@@ -45,6 +46,8 @@ LONG_CHUNKS = (16, 32, 64, 128, 192, 256, 384)
 """... with chunks of so many tokens ..."""
 BEGINNING = 256
 """... of which so many, or more, begin it."""
+BESIDE_PROMPTS = (0, 64, 256)
+"""Running rows beside prompts that fill a step, for which there are sizes."""
 Key = tuple[Any, ...]
 
 
@@ -76,9 +79,7 @@ class StepPrograms:
         """Steps whose prompts all begin in them have programs of their own."""
         self.ways = ops.ways
         self.row_sizes = ladder(max_running)
-        # Prompts that fill what a budget has for them, beside no running row: a bucket of the whole budget would compute 6 % for nothing.
-        prompts_alone = {max_tokens_per_step - max_running} if max_tokens_per_step >= 8 * max_running else set()
-        self.token_sizes = tuple(sorted({*ladder(max_tokens_per_step), *prompts_alone}))
+        self.token_sizes = token_sizes(max_tokens_per_step, max_running)
         self.length_sizes = (*(size for size in LONGEST if size < max_context), max_context)
         mixed = sorted({1, FEW_ROWS, *self.ways.mixed_rows})
         self.row_classes = (*(size for size in mixed if size < max_running), max_running)
@@ -364,6 +365,16 @@ class StepPrograms:
         self.ops.logprobs(
             self.logits, tokens, top=top, out_logprob=logprob, out_rank=rank, out_ids=ids, out_top=best, count=live
         )
+
+
+def token_sizes(most: int, max_running: int) -> tuple[int, ...]:
+    """How many tokens steps have room for, with at most `most`, of which `max_running` are for running rows beside prompts.
+
+    Prompts often fill what a budget has for them, beside no running row or some: a bucket of the whole budget would compute up to 6 % for
+    nothing.
+    """
+    filled = {most - max_running + rows for rows in BESIDE_PROMPTS if rows < max_running}
+    return tuple(sorted({*ladder(most), *(filled if most >= 8 * max_running else ())}))
 
 
 def _pages(max_context: int, group: KVGroup) -> int:

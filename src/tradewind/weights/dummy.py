@@ -1,4 +1,4 @@
-"""Random weights of the right shapes, for `--load-format dummy`: speed is measured without a checkpoint.
+"""Random weights of the right shapes, for `--load-format dummy` and its like (FILLS): speed is measured without a checkpoint.
 
 Knows: how large trained weights are, so that activations stay in range. Refuses to know: names in files, and text (answers mean nothing).
 Drawn on the device where the op set can (`random_matrix`, `random_rows`), else with numpy. The values at a place depend on the seed and
@@ -8,6 +8,7 @@ the place alone, so two runs are equal.
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,25 @@ VALUES_PER_PIECE = 1 << 20
 ModelT = TypeVar("ModelT")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """What random weights are like."""
+
+    within: float | None = None
+    """Every value, those of norms and biases too, is uniform and no further than this from 0; None: normal, as large as trained weights."""
+    one_route: bool = False
+    """Routers are zero: all experts tie, and every token goes to the first ones, the least weights that a step of a mixture can read."""
+
+
+FILLS: dict[str, Fill] = {
+    "dummy": Fill(),
+    # What vLLM and SGLang are measured with: what numbers are like changes the power that a card draws, and so its speed.
+    "dummy-flat": Fill(within=1e-3),
+    "dummy-one-route": Fill(one_route=True),
+}
+"""By load format."""
+
+
 def load_dummy(
     *,
     family: FamilyRow[ModelT],
@@ -38,14 +58,15 @@ def load_dummy(
     attention: Any,
     seed: int = 0,
     adapters: Any = None,
+    load_format: str = "dummy",
 ) -> ModelT:
-    """Builds the family's model with random weights, packed for `ops` as `load_model` would pack a checkpoint's."""
-    weights = DummyWeights(card=card, ops=ops, numerics=packing(numerics), seed=seed)
+    """Builds the family's model with random weights, packed for `ops` as `load_model` would pack a checkpoint's; load_format: of FILLS."""
+    weights = DummyWeights(card=card, ops=ops, numerics=packing(numerics), seed=seed, fill=FILLS[load_format])
     return family.build(card=card, ops=ops, weights=weights, attention=attention, adapters=adapters)
 
 
 class DummyWeights:
-    """Weights by place, as `layers.build.Weights` asks for them: normal matrices, norms near 1, small biases.
+    """Weights by place, as `layers.build.Weights` asks for them: normal matrices, norms near 1, small biases, unless `fill` says otherwise.
 
     A matrix [n, k] has the deviation k ** -0.5, which keeps the size of what it multiplies; one whose result is added to the residual
     stream has (2 layers) ** -0.5 of that, so that the stream does not grow with depth (as in GPT-2, Radford et al. 2019).
@@ -58,6 +79,7 @@ class DummyWeights:
         ops: Ops,
         numerics: Numerics,
         seed: int = 0,
+        fill: Fill = FILLS["dummy"],
         inside: str = "",
         tables: dict[str, Any] | None = None,
     ) -> None:
@@ -66,6 +88,7 @@ class DummyWeights:
         self._device: Any = ops  # the verbs that only some op sets have
         self._numerics = numerics
         self._seed = seed
+        self._fill = fill
         self._inside = inside
         self._tables: dict[str, Any] = {} if tables is None else tables
 
@@ -75,6 +98,7 @@ class DummyWeights:
             ops=self._ops,
             numerics=self._numerics,
             seed=self._seed,
+            fill=self._fill,
             inside=f"{self._inside}{place}.",
             tables=self._tables,
         )
@@ -89,6 +113,7 @@ class DummyWeights:
             ops=self._ops,
             numerics=self._numerics.unquantised(),
             seed=self._seed,
+            fill=self._fill,
             inside=self._inside,
             tables=self._tables,
         )
@@ -114,7 +139,9 @@ class DummyWeights:
     def rows(self, name: str, *, rows: int, cols: int) -> Any:
         if hasattr(self._ops, "random_rows"):
             place = self._inside + name
-            table = self._device.random_rows(rows, cols, seed=self._seed_of(place), scale=cols**-0.5)
+            table = self._device.random_rows(
+                rows, cols, seed=self._seed_of(place), scale=self._spread(name, cols), uniform=self._uniform
+            )
         else:
             raw = self._drawn(name, (rows, cols))
             table = self._ops.row_table(raw.data, raw.format, rows=rows, cols=cols)
@@ -122,8 +149,7 @@ class DummyWeights:
         return table
 
     def floats(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        values = self._generator(self._inside + name).standard_normal(shape, np.float32)
-        return values * np.float32(shape[-1] ** -0.5)
+        return self._values(self._generator(name), shape, self._spread(name, shape[-1]))
 
     def _layout(self, numerics: Numerics, sides: tuple[int, ...], *, sensitive: bool) -> str:
         """How a device keeps a matrix: as the plan quantises it, or as the files that the card tells of have it."""
@@ -141,6 +167,7 @@ class DummyWeights:
                 gated=gated,
                 seed=self._seed_of("+".join(self._inside + name for name in sizes)),
                 scale=self._spread(next(iter(sizes)), k),
+                uniform=self._uniform,
             )
         parts = [{"weight": self._drawn(name, (n, k))} for name, n in sizes.items()]
         scheme = choose_scheme([part["weight"].format for part in parts], numerics)
@@ -148,26 +175,40 @@ class DummyWeights:
 
     def _drawn(self, name: str, shape: tuple[int, int]) -> RawTensor:
         """A matrix as a checkpoint would store it, in BF16."""
-        place = self._inside + name
-        generator, spread = self._generator(place), np.float32(self._spread(name, shape[1]))
+        generator, spread = self._generator(name), self._spread(name, shape[1])
         bits = np.empty(shape[0] * shape[1], np.uint16)
         for start in range(0, len(bits), VALUES_PER_PIECE):
             piece = bits[start : start + VALUES_PER_PIECE]
-            piece[:] = (generator.standard_normal(len(piece), np.float32) * spread).view(np.uint32) >> 16
-        return RawTensor(f"{place}.weight", shape, "BF16", bits.view(np.uint8))
+            piece[:] = self._values(generator, (len(piece),), spread).view(np.uint32) >> 16
+        return RawTensor(f"{self._inside}{name}.weight", shape, "BF16", bits.view(np.uint8))
 
     def _vector(self, name: str, size: int) -> NDArray[np.float32]:
-        values = self._generator(self._inside + name).standard_normal(size, np.float32)
-        if name.endswith("bias"):
-            return values * np.float32(BIAS_SPREAD)
-        return np.float32(1) + values * np.float32(NORM_SPREAD)
+        bias = name.endswith("bias")
+        mean, spread = self._law(name, mean=0.0 if bias else 1.0, spread=BIAS_SPREAD if bias else NORM_SPREAD)
+        return np.float32(mean) + self._values(self._generator(name), (size,), spread)
 
     def _spread(self, name: str, k: int) -> float:
         added = name in ("output", "down")
-        return float(k**-0.5 * ((2 * self._card.layers) ** -0.5 if added else 1.0))
+        return self._law(name, mean=0.0, spread=float(k**-0.5 * ((2 * self._card.layers) ** -0.5 if added else 1.0)))[1]
 
-    def _generator(self, place: str) -> np.random.Generator:
-        return np.random.default_rng(self._seed_of(place))
+    def _law(self, name: str, *, mean: float, spread: float) -> tuple[float, float]:
+        """Mean and spread under the fill of values that have these in trained weights."""
+        if self._fill.one_route and name.partition(".")[0] == "router":
+            return 0.0, 0.0
+        return (mean, spread) if self._fill.within is None else (0.0, self._fill.within)
+
+    @property
+    def _uniform(self) -> bool:
+        return self._fill.within is not None
+
+    def _values(self, generator: np.random.Generator, shape: tuple[int, ...], spread: float) -> NDArray[np.float32]:
+        """Normal values of this deviation or, where the fill is uniform, values no further than this from 0."""
+        if self._uniform:
+            return (2 * generator.random(shape, np.float32) - 1) * np.float32(spread)
+        return generator.standard_normal(shape, np.float32) * np.float32(spread)
+
+    def _generator(self, name: str) -> np.random.Generator:
+        return np.random.default_rng(self._seed_of(self._inside + name))
 
     def _seed_of(self, place: str) -> int:
         return zlib.crc32(f"{self._seed} {place}".encode())

@@ -329,27 +329,46 @@ class CudaOps:
 
     # ------------------------------------------------------------------------------------- weights without a checkpoint
 
-    def _normal(self, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype) -> Tensor:
+    def _drawn(
+        self,
+        shape: tuple[int, ...],
+        *,
+        seed: int,
+        scale: float,
+        uniform: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """Normal values times scale, or uniform ones within scale of 0."""
         self._outside_recording("drawing weights")
         source = torch.Generator(device=self.device).manual_seed(seed)
-        return torch.randn(shape, generator=source, device=self.device, dtype=dtype)
+        if uniform:
+            return torch.empty(shape, device=self.device, dtype=dtype).uniform_(-scale, scale, generator=source)
+        return torch.randn(shape, generator=source, device=self.device, dtype=dtype).mul_(scale)
 
     def random_matrix(
-        self, n: int, k: int, *, layout: str = "bf16", gated: bool = False, seed: int, scale: float
+        self,
+        n: int,
+        k: int,
+        *,
+        layout: str = "bf16",
+        gated: bool = False,
+        seed: int,
+        scale: float,
+        uniform: bool = False,
     ) -> PackedMatrix:
-        """A matrix [N, K] of normal values times scale, drawn on the device; gated: N counts gate and up."""
-        values = self._normal((n, k), seed=seed, dtype=torch.bfloat16).mul_(scale)
+        """A matrix [N, K] of normal values times scale (uniform: within scale of 0), drawn on the device; gated: N counts gate and up."""
+        values = self._drawn((n, k), seed=seed, scale=scale, uniform=uniform)
         pack = {"bf16": packed, "fp8": self.pack_fp8, "fp8_block": self.pack_fp8_block}[layout]
         return replace(pack(values), gated=gated)
 
-    def random_rows(self, rows: int, cols: int, *, seed: int, scale: float) -> RowTable:
-        """A row table of normal values times scale, drawn on the device."""
-        values = self._normal((rows, cols), seed=seed, dtype=torch.bfloat16).mul_(scale)
+    def random_rows(self, rows: int, cols: int, *, seed: int, scale: float, uniform: bool = False) -> RowTable:
+        """A row table of normal values times scale (uniform: within scale of 0), drawn on the device."""
+        values = self._drawn((rows, cols), seed=seed, scale=scale, uniform=uniform)
         return RowTable(format="BF16", rows=rows, cols=cols, data=values, nbytes=values.nbytes)
 
     def random_vector(self, size: int, *, seed: int, scale: float, mean: float = 0.0) -> Tensor:
         """mean + scale * normal values, float32 [size]."""
-        return self._normal((size,), seed=seed, dtype=torch.float32).mul_(scale).add_(mean)
+        return self._drawn((size,), seed=seed, scale=scale, dtype=torch.float32).add_(mean)
 
     # ----------------------------------------------------------------------------------------------------------- compute
 

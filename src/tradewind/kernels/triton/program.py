@@ -5,8 +5,8 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
 
     matmul of M tokens      M = 1                gemv      norm of the input, bias, SiLU-mul and residual folded in
                             up to tile_rows      tile      bias, SiLU-mul, residual; FP8: input quantised per token
-                            more, FP8 by blocks  wide      the same: blocks.py
-                            more, odd shapes     library   torch.mm / _scaled_mm, the rest in kernels of their own
+                            up to 256, or more   wide      the same: shapes that were measured, and FP8 by blocks (blocks.py) of any size
+                            more                 library   torch.mm / _scaled_mm, the rest in kernels of their own
                             deterministic        fixed     one tile for every M: a row's bits do not depend on its neighbours
 
     x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
@@ -16,26 +16,24 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
     experts                 1 token, few tokens, or pairs sorted by expert (moe.py); their weighted sum in the next norm, or added to x;
                             the shared expert's answer goes the same way, and is computed on a second stream in small steps (lanes.py)
     norm -> matmuls         gemv, experts of one token: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
-    attention               prefill, then decode of one-token rows; prompts that begin by FlashAttention 3; keys shared by all in one pass
+    rope_store, attention   prompts by kind, one-token rows; one launch where these are few; angles from a table (attention_program.py)
     latents                 queries in and answers out of their space; one-token rows, or naive and absorbed forms (latent_program.py)
-    rope_store, attention   one-token rows, few: one launch; the angles come from a table by position, so rope_angles is dead
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tradewind.kernels.ops import KVLayer, PackedMatrix, PagedRows
+from tradewind.kernels.ops import PackedMatrix
 from tradewind.kernels.triton import (
+    attention_program,
     blocks,
-    decode,
     elementwise,
-    encode,
     lanes,
     latent_program,
     library,
@@ -44,18 +42,14 @@ from tradewind.kernels.triton import (
     mixture,
     moe,
     norm,
-    prefill,
-    rope,
-    shared,
     skinny,
 )
 from tradewind.kernels.triton.launch import AFTER_ALL
 from tradewind.kernels.triton.tape import ADDERS, Bucket, Call, Tape, address
-from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig, Tuning
+from tradewind.kernels.triton.tuning import GemvConfig, TileConfig, Tuning
 from tradewind.kernels.triton.workspace import Workspace
 
 FP8_LAYOUTS = ("fp8", "fp8_block")
-CAN_BE_LATE = (skinny.skinny_linear, low_rank_tile.adapted_linear)
 COUNTED_FROM = 65
 """From so many tokens on kernels read how many are live; below, they compute the padding too: it costs less than waiting for the number."""
 
@@ -116,17 +110,17 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
         planner.leave_adapters_out()
     if fuse:
         low_rank_tile.fold(planner)
-        planner.take_angles_from_tables()
-        planner.fold_rope_into_attention()
+        attention_program.take_angles_from_tables(planner)
+        attention_program.fold_rope(planner)
         latent_program.fold_stores(planner)
-        planner.take_fresh_keys()
+        attention_program.take_fresh_keys(planner)
         lanes.arrange(planner)
         planner.fold_residuals()
         planner.fold_norms_of_deltas()
         planner.fold_combines()
         planner.fold_norms()
         planner.count_while_routing()
-        planner.drop_unread_angles()
+        attention_program.drop_unread_angles(planner)
     planner.quantise_inputs()
     lanes.settle(planner)
     for call in planner.calls:
@@ -186,19 +180,19 @@ class Planner:
             return "fixed"
         if call["low_rank"] is not None:
             return "tile"
-        if weight.layout == "fp8_block":
-            tokens = self.bucket.tokens
-            return "gemv" if tokens == 1 else "tile" if tokens <= self.tuning.tile_rows else "wide"
-        if weight.n * weight.k >= 1 << 31:
+        if weight.layout != "fp8_block" and weight.n * weight.k >= 1 << 31:
             return "library"
         if self.bucket.tokens == 1:
             return "gemv"
-        return "tile" if self.tile(weight) is not None else "library"
+        if self.tile(weight) is None:
+            return "library"
+        return "tile" if self.bucket.tokens <= self.tuning.tile_rows else "wide"
 
     def tile(self, weight: PackedMatrix) -> TileConfig | None:
         if weight.layout == "fp8_block":
             return self.tuning.block_tile(self.bucket.tokens, weight.n, weight.k)
-        return self.tuning.tile(self.bucket.tokens, weight.n, weight.k, fp8=weight.layout == "fp8")
+        choose = self.tuning.tile if self.bucket.tokens <= self.tuning.tile_rows else self.tuning.wide
+        return choose(self.bucket.tokens, weight.n, weight.k, fp8=weight.layout == "fp8")
 
     def wants_fp8(self, call: Call) -> str | None:
         """For whose layout of weights a matmul's input is quantised: FP8 ones, but for the one-row way, which widens them; else None."""
@@ -232,66 +226,6 @@ class Planner:
             )  # fmt: skip
             gone.add(source)
         self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
-
-    def take_angles_from_tables(self) -> None:
-        """rope_store reads its angles from a table by position instead of from what rope_angles wrote in this step."""
-        readers = ("attention", "latent_attention")
-        reach = [c["rows"].page_table.shape[1] * c["kv"].page_tokens for c in self.calls if c.op in readers]
-        if not reach:
-            return
-        for i, call in enumerate(self.calls):
-            if call.op not in ("rope_store", "latent_store"):
-                continue
-            source = self.last_write(i, address(call["angles"]))
-            if source >= 0 and self.calls[source].op == "rope_angles":
-                made = self.calls[source]
-                call["angles"] = self.workspace.angle_table(made["inv_freq"], scale=made["scale"], positions=max(reach))
-                call["positions"] = made["positions"]
-
-    def fold_rope_into_attention(self) -> None:
-        """Few rows of one token: attention rotates and writes its own key, and reads the raw qkv row."""
-        bucket = self.bucket
-        if self.deterministic or not bucket.singles or bucket.rows > self.tuning.fuse_rope_rows:
-            return
-        gone = set()
-        for i, call in enumerate(self.calls):
-            if call.op != "rope_store" or call["positions"] is None:
-                continue
-            q = address(call["out"])
-            readers = self.readers(i, q)
-            if readers is None or len(readers) != 1:
-                continue
-            reader = self.calls[readers[0]]
-            if (
-                reader.op == "attention"
-                and reader["causal"]
-                and reader["kv"] is call["kv"]
-                and call["angles"].shape[1] == call["kv"].head_dim
-                and self.untouched(address(call["qkv"]), i, readers[0], reads=False)
-            ):
-                reader["q"] = call["qkv"]
-                reader["rope"] = dict(call.arguments)
-                gone.add(i)
-        self.calls = [call for i, call in enumerate(self.calls) if i not in gone]
-
-    def take_fresh_keys(self) -> None:
-        """Where all keys of the long rows are in this step, attention reads them from the qkv buffer, rotated in place."""
-        if self.bucket.fresh == "none" or self.deterministic:
-            return
-        for i, call in enumerate(self.calls):
-            if call.op != "attention" or not call["fresh"] or call["window"] is not None or call["sinks"] is not None:
-                continue
-            source = self.last_write(i, address(call["q"]))
-            made = self.calls[source] if source >= 0 else None
-            if (
-                made is not None
-                and made.op == "rope_store"
-                and made["kv"] is call["kv"]
-                and self.untouched(address(made["qkv"]), source, i, reads=True)
-                and self.readers(self.last_write(source, address(made["qkv"])), address(made["qkv"])) == [source]
-            ):
-                made["back"] = True
-                call["qkv"] = made["qkv"]
 
     def fold_residuals(self) -> None:
         """A matmul whose result is only added to the residual stream by the next norm adds it itself."""
@@ -417,14 +351,6 @@ class Planner:
             return mixture.way(self, call) == "one"
         return is_matmul(call) and self.way(call) == "gemv" and address(call["out"]) != x and call["residual"] is None
 
-    def drop_unread_angles(self) -> None:
-        """rope_angles whose result nobody reads any more."""
-        self.calls = [
-            call
-            for i, call in enumerate(self.calls)
-            if call.op != "rope_angles" or self.readers(i, address(call["out"])) != []
-        ]
-
     def quantise_inputs(self) -> None:
         """FP8 matmuls read e4m3: the call before writes it, where only such matmuls read its result; else a call of its own does."""
         known: set[tuple[int, int, str]] = set()  # (writer, buffer, layout) whose quantised twin is there
@@ -485,7 +411,11 @@ class Planner:
             self.beside.append(call)
         elif lanes.conflict(call, self.beside):
             self.join, self.beside = True, []
-        getattr(self, f"_{call.op}")(call)
+        elsewhere = EMITTERS.get(call.op)
+        if elsewhere is not None:
+            elsewhere(self, call)
+        else:
+            getattr(self, f"_{call.op}")(call)
 
     def partial_sums(self, count: int) -> Tensor:
         """float32 scratch of a split matmul; each lane has its own."""
@@ -582,14 +512,6 @@ class Planner:
             out=self.cut(small), scale=self.cut(scales), count=self.count(call),
         )  # fmt: skip
 
-    def _rope_angles(self, call: Call) -> None:
-        out, inv_freq = self.cut(call["out"]), call["inv_freq"]
-        angle = torch.zeros(len(out), len(inv_freq), dtype=torch.float32, device=out.device)
-        self.launch(
-            library.rope_angles, f"rope_angles {shape(out)} by the library", self.cut(call["positions"]), inv_freq,
-            scale=call["scale"], out=out, angle=angle,
-        )  # fmt: skip
-
     def _linear(self, call: Call) -> None:
         self._matmul(call, gated=False)
 
@@ -629,6 +551,7 @@ class Planner:
             return
         if way == "wide":
             form = self.tile(weight)
+            assert form is not None
             self.own(
                 skinny.fixed_linear, f"{text}, {form}", x, weight.data[0], x_scale=x_scale, count=self.count(call), tile=form, **common
             )  # fmt: skip
@@ -694,145 +617,19 @@ class Planner:
         elif bias is not None and not in_matmul:
             self.own(elementwise.add_bias, f"bias {shape(out)}", out, bias, count=self.count(call))
 
-    def _route(self, call: Call) -> None:
-        mixture.emit_route(self, call)
 
-    def _experts(self, call: Call) -> None:
-        mixture.emit_experts(self, call)
-
-    def _add_low_rank(self, call: Call) -> None:
-        low_rank.emit(self, call)
-
-    def _glue(self, call: Call) -> None:
-        low_rank.emit_glue(self, call)
-
-    def _latent_store(self, call: Call) -> None:
-        latent_program.emit_store(self, call)
-
-    def _latent_attention(self, call: Call) -> None:
-        latent_program.emit_attention(self, call)
-
-    def _rope_store(self, call: Call) -> None:
-        kv, qkv = call["kv"], self.cut(call["qkv"])
-        by_position = call["positions"] is not None
-        text = f"rope_store {shape(qkv)}" + (", k back" if call["back"] else "")
-        self.own(
-            rope.rope_store, text, qkv, call["angles"] if by_position else self.cut(call["angles"]),
-            self.cut(call["write_slots"]), kv.k, kv.v, heads=call["heads"], q_weight=call["q_weight"], k_weight=call["k_weight"],
-            eps=call["eps"], positions=self.cut(call["positions"]), out=self.cut(call["out"]), count=self.count(call, always=True),
-            back=bool(call["back"]),
-        )  # fmt: skip
-
-    def _attention(self, call: Call) -> None:
-        bucket, kv, rows = self.bucket, call["kv"], call["rows"]
-        q, out = self.cut(call["q"]), self.cut(call["out"])
-        query_start = rows.query_start[: bucket.rows + 1]
-        common = {
-            "lengths": rows.lengths[: bucket.rows], "page_table": rows.page_table[: bucket.rows], "heads": call["heads"],
-            "scale": call["scale"], "softcap": call["softcap"], "sinks": call["sinks"], "out": out, "rows": rows.rows,
-        }  # fmt: skip
-        if not call["causal"]:
-            self.own(encode.paged_encode, f"encode {shape(q)}", q, kv.k, kv.v, query_start=query_start, **common)
-            return
-        common |= {"window": call["window"], "chunked": bool(call["chunked"])}
-        part = call["qkv"] is not None and bucket.fresh == "some"
-        if call["qkv"] is not None:
-            # All fresh: rows of one token, whose older keys are in the pages, come out wrong here and are written again below.
-            self.launch(
-                library.fresh_attention, f"fa3 {shape(q)}{' of rows that begin' if part else ''}", q, self.cut(call["qkv"]), query_start,
-                heads=call["heads"], kv_heads=kv.kv_heads, scale=call["scale"], softcap=call["softcap"],
-                begun=self.begun(rows) if part else None, out=out,
-            )  # fmt: skip
-            if bucket.rows == 1 and not part:
-                return
-            common["query_start"] = query_start
-        if part or (call["qkv"] is None and (self.deterministic or not bucket.singles)):
-            # A lone row is this kernel's alone, so that a chunk costs one launch; it may have one token.
-            alone = self.deterministic or bucket.rows == 1
-            ratio = call["heads"] // kv.kv_heads
-            config = prefill_config(self.tuning, kv.head_dim, kv.page_tokens, ratio)
-            if self.deterministic:  # which tiles make a pair depends on where a chunk begins
-                config = replace(config, pairs=False)
-            if bucket.deep and not self.deterministic:
-                seen = bucket.longest if call["window"] is None else call["window"] + bucket.deep_tokens
-                if seen >= 2 * self.tuning.split_keys:
-                    config = split_config(self.tuning, bucket, kv, call["heads"], config)
-                need = split_floats(bucket, kv, call["heads"], config)
-                common |= {
-                    "last": bucket.deep,
-                    "last_tokens": bucket.deep_tokens,
-                    "workspace": self.workspace.floats(need) if need else None,
-                }
-            common["query_start"] = query_start
-            self.own(
-                prefill.paged_prefill, f"prefill {shape(q)}{' of rows that go on' if part else ''}, {config}", q, kv.k, kv.v,
-                singles=alone, begun=not part, config=config, **common,
-            )  # fmt: skip
-            for name in ("last", "last_tokens", "workspace"):
-                common.pop(name, None)
-            if alone:
-                return
-        if bucket.rows == 1:
-            common["rows"] = None
-        form = decode_config(self.tuning, bucket, kv, call["heads"] // kv.kv_heads)
-        if form.splits > 1:
-            need = decode.decode_workspace_floats(
-                bucket.rows, heads=call["heads"], head_dim=kv.head_dim, splits=form.splits
-            )
-            common |= {
-                "workspace": self.workspace.floats(need),
-                "arrived": self.workspace.counters(bucket.rows * kv.kv_heads),
-            }
-        text = f"decode {bucket.rows} rows, {form}"
-        if call["rope"] is not None:
-            fused = call["rope"]
-            # Old keys are read before the wait, if the launch before lets us start only after its own (package docstring).
-            before = self.launches[-1] if self.launches else None
-            early = self.pdl and before is not None and before.kernel in CAN_BE_LATE and not before.lane
-            if early:
-                self.launches[-1].options["late"] = True
-            common |= {
-                "angles": fused["angles"], "q_weight": fused["q_weight"], "k_weight": fused["k_weight"], "eps": fused["eps"],
-                "early": early,
-            }  # fmt: skip
-            text += " + rope" + (", early" if early else "")
-        elif bucket.shared and not self.deterministic and call["window"] is None:
-            common["shared"] = self.shared_keys(call, common)
-            text += " behind shared keys"
-        self.own(decode.paged_decode, text, q, kv.k, kv.v, config=form, **common)
-
-    def begun(self, rows: PagedRows) -> Tensor:
-        """int32 [R]: tokens of rows that begin in the step, filled where it is laid out."""
-        return self.workspace.beside(rows.lengths, "begun", len(rows.lengths))[: self.bucket.rows]
-
-    def shared_keys(self, call: Call, common: dict[str, Any]) -> decode.SharedKeys:
-        """Launches the pass over keys that all one-token rows share; what it leaves is folded in by the kernel behind it."""
-        bucket, kv, heads = self.bucket, call["kv"], call["heads"]
-        packed = 1 << (heads // kv.kv_heads - 1).bit_length()
-        config = whole_groups(self.tuning.shared_pass(kv.head_dim, kv.page_tokens), heads // kv.kv_heads)
-        if kv.format == "fp8":  # conversions want more registers than two programs a multiprocessor leave
-            config = replace(config, registers=0)
-        splits = self.tuning.shared_splits(
-            kv.kv_heads * -(-bucket.rows * packed // config.block_m), block_m=config.block_m
-        )
-        # At once as much as any number of rows may need: tiles times splits are at most what runs at once, or splits are 1.
-        programs = self.tuning.shared_programs(config.block_m)
-        most = max(len(call["rows"].lengths), programs * config.block_m // (kv.kv_heads * packed))
-        need = shared.shared_parts_floats(most, heads=heads, head_dim=kv.head_dim, splits=1)
-        assert bucket.rows * splits <= most
-        keys = decode.SharedKeys(
-            found=self.workspace.beside(call["rows"].page_table, "shared", 4),
-            parts=self.workspace.piece("shared parts", need, dtype=torch.float32),
-            splits=splits,
-            block_n=config.block_n,
-        )
-        q, query_start = self.cut(call["q"]), common.get("query_start")
-        self.own(
-            shared.shared_attention, f"shared keys {shape(q)}, {splits} splits, {config}", q, kv.k, kv.v, keys=keys,
-            page_table=common["page_table"], rows=call["rows"].rows, query_start=query_start, heads=heads, scale=call["scale"],
-            softcap=call["softcap"], config=config,
-        )  # fmt: skip
-        return keys
+EMITTERS: dict[str, Callable[[Planner, Call], None]] = {
+    "add_low_rank": low_rank.emit,
+    "attention": attention_program.emit_attention,
+    "experts": mixture.emit_experts,
+    "glue": low_rank.emit_glue,
+    "latent_attention": latent_program.emit_attention,
+    "latent_store": latent_program.emit_store,
+    "rope_angles": attention_program.emit_angles,
+    "rope_store": attention_program.emit_store,
+    "route": mixture.emit_route,
+}
+"""Op -> what appends its launches, where a file of its own plans it; for every other op a method of the planner does."""
 
 
 def quantiser(layout: str) -> Callable[..., None]:
@@ -846,46 +643,3 @@ def is_matmul(call: Call) -> bool:
 
 def shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
-
-
-def decode_config(tuning: Tuning, bucket: Bucket, kv: KVLayer, packed: int) -> DecodeConfig:
-    """The tuned constants; wide heads get narrower tiles, so that keys and values fit into shared memory."""
-    config = tuning.decode(bucket.rows, bucket.longest, packed=packed, fp8=kv.format == "fp8")
-    return replace(config, block_n=min(config.block_n, 32), stages=2) if kv.head_dim > 128 else config
-
-
-def split_config(tuning: Tuning, bucket: Bucket, kv: KVLayer, heads: int, config: PrefillConfig) -> PrefillConfig:
-    """The constants of attention that may be cut over its keys: by the programs that the rows of several tokens make."""
-    packed = 1 << (heads // kv.kv_heads - 1).bit_length()
-    config = tuning.few_prefill(bucket.deep_tokens * packed, config)
-    programs = -(-bucket.deep_tokens * packed // config.block_m) * kv.kv_heads
-    return replace(config, splits=tuning.prefill_splits(programs), least_keys=tuning.split_keys)
-
-
-def split_floats(bucket: Bucket, kv: KVLayer, heads: int, config: PrefillConfig) -> int:
-    """Workspace of that, in floats."""
-    tokens = bucket.tokens if bucket.deep >= bucket.rows else min(bucket.deep_tokens + bucket.deep - 1, bucket.tokens)
-    return prefill.prefill_workspace_floats(tokens, heads=heads, head_dim=kv.head_dim, splits=config.splits)
-
-
-def reserve_for_splits(tape: Tape, buckets: Iterable[Bucket]) -> None:
-    """Grows the workspace to what cut attention needs in the largest of these steps: a capture must not."""
-    ops = tape.ops
-    for call in tape.calls:
-        if call.op == "attention":
-            kv, heads = call["kv"], call["heads"]
-            whole = prefill_config(ops.tuning, kv.head_dim, kv.page_tokens, heads // kv.kv_heads)
-            each = [(b, split_config(ops.tuning, b, kv, heads, whole)) for b in buckets]
-            ops.workspace.floats(max((split_floats(b, kv, heads, config) for b, config in each), default=0))
-            return
-
-
-def prefill_config(tuning: Tuning, head_dim: int, page_tokens: int, ratio: int) -> PrefillConfig:
-    """The tuned constants; a tile holds whole groups of packed heads."""
-    return whole_groups(tuning.prefill(head_dim, page_tokens), ratio)
-
-
-def whole_groups(config: PrefillConfig, ratio: int) -> PrefillConfig:
-    """The constants with tiles of whole groups of packed heads."""
-    packed = 1 << (ratio - 1).bit_length()
-    return config if config.block_m % packed == 0 else replace(config, block_m=packed)

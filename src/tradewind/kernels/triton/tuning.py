@@ -7,7 +7,7 @@ capability 8.0 or more with 160 KB of shared memory a program.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class TileConfig:
     stages: int
     tma: bool = False
     """Experts only: weights are loaded by the tensor copy engine."""
+    early: bool = False
+    """`skinny.skinny_linear` only: copies of weights begin before the wait for the kernel that makes the input."""
+    rows_first: bool = False
+    """`skinny.fixed_linear` only: the tall side of the tensor core is filled by input rows, not by weights."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,11 @@ class Tuning:
     """From so many one-token rows on shared keys are read once for all."""
     tile_rows: int = 64
     """Up to so many rows the tiles beat cuBLAS with its separate epilogues."""
+    early_tiles: bool = False
+    """Those tiles begin to copy weights before the kernel in front of them has ended, where K is whole blocks in each piece."""
+    wide_shapes: dict[tuple[int, int, bool], tuple[TileConfig | None, TileConfig | None]] = field(default_factory=dict)
+    """By (weight rows, of gate and up together; depth; FP8 weights): tiles for more rows than that, up to 128 and up to 256, where they
+    were measured to beat cuBLAS and what must follow it; None where they do not."""
     split_tokens: int = 2560
     """Up to so many tokens of a step prompts may be cut over their keys; more fill the GPU several times over."""
     split_keys: int = 1024
@@ -170,6 +179,12 @@ class Tuning:
 
     def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
         """Constants of a matmul of 2..`tile_rows` rows; None where another way is better. weight_rows counts gate and up."""
+        config = self._tile(rows, weight_rows, depth, fp8=fp8)
+        if config is None or not self.early_tiles or depth % (config.bk * config.split):
+            return config
+        return replace(config, early=True)
+
+    def _tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
         if rows > self.tile_rows or depth % 128 != 0:
             return None
         bm = next(size for size in (16, 32, 64) if rows <= size)
@@ -180,6 +195,12 @@ class Tuning:
             return TileConfig(bm, 64, 256, 4, 4, 3)
         split = 1 if many else next(pieces for pieces in (4, 2, 1) if depth // 128 % pieces == 0)
         return TileConfig(bm, 64, 128, split, 4, 4 if bm < 64 else 3)
+
+    def wide(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
+        """Constants of a matmul of more than `tile_rows` rows; None where the library is better, or nothing was measured."""
+        if not self.tile_rows < rows <= 256:
+            return None
+        return self.wide_shapes.get((weight_rows, depth, fp8), (None, None))[rows > 128]
 
     def block_tile(self, rows: int, weight_rows: int, depth: int) -> TileConfig:
         """Constants of a matmul of 2 and more rows by FP8 weights with scales by blocks; not measured yet. Above `tile_rows` the last two
