@@ -8,7 +8,7 @@
     onerow    one input row, FP8 weights and norms                longrows  attention of long rows
     sampler   flat and peaked logits                             steps     whole decode steps, with the best constants found just before
     medium    128 and 256 input rows: tiles against cuBLAS and what must follow it
-    early     8 to 64 input rows: weights under way before the input is there
+    few       8 to 64 input rows: tiles with more or fewer blocks under way
 
 Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py, which also measures everything else).
 """
@@ -125,8 +125,8 @@ def medium_matrices() -> list[tuple[str, str, int, int, bool, bool]]:
 def medium_tiles(rows: int, outputs: int, *, gated: bool, fp8: bool) -> list[TileConfig]:
     """Those with at least two programs for three multiprocessors, and no more than three a multiprocessor."""
     shapes = [
-        (64, 64, 128, 4, 3), (64, 64, 64, 4, 6), (64, 128, 64, 4, 4), (64, 32, 128, 4, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 3),
-        (128, 128, 64, 8, 4), (128, 32, 128, 4, 4), (256, 64, 64, 8, 4), (256, 128, 64, 8, 3),
+        (64, 64, 64, 4, 6), (64, 64, 128, 4, 5), (64, 64, 128, 4, 6), (64, 128, 128, 8, 4), (64, 128, 64, 4, 6), (128, 64, 64, 4, 6),
+        (128, 64, 128, 8, 4), (128, 128, 64, 8, 6), (128, 128, 128, 8, 3), (256, 64, 64, 8, 5), (256, 128, 64, 8, 4), (128, 256, 64, 8, 4),
     ]  # fmt: skip
     if fp8:  # half the bytes: blocks of K twice as long
         shapes = [(bm, bn, min(2 * bk, 128), warps, stages) for bm, bn, bk, warps, stages in shapes]
@@ -134,10 +134,7 @@ def medium_tiles(rows: int, outputs: int, *, gated: bool, fp8: bool) -> list[Til
     for bm, bn, bk, warps, stages in dict.fromkeys(shapes):
         programs = -(-rows // bm) * -(-outputs // (bn // 2 if gated else bn))
         if bm <= rows and 88 <= programs <= 132 * (8 if gated or outputs > 4096 else 4):
-            sides = (False, True) if bm >= 64 and bn >= 32 else (False,)
-            tiles += [
-                TileConfig(bm, bn, bk, 1, warps, stages, rows_first=first) for first in sides if first or bn >= 64
-            ]
+            tiles.append(TileConfig(bm, bn, bk, 1, warps, stages))
     return tiles
 
 
@@ -187,24 +184,35 @@ def medium_candidates(bench: Bench) -> Iterator[Candidate]:
                 yield Candidate(Case("medium", op, tag(tile), calls, bytes=amount, flops=flops, error=error), tile)
 
 
-def early_tiles(now: TileConfig, depth: int) -> list[TileConfig]:
-    """Today's, and those whose copies of weights begin before the wait."""
-    shapes = ((64, 128, 4, 3), (64, 128, 4, 4), (64, 128, 4, 5), (64, 256, 4, 3), (128, 64, 8, 5))
-    splits = (1, 2) if now.split == 1 else (now.split // 2, now.split)
-    return [now] + [
-        TileConfig(now.bm, bn, bk, split, warps, stages, early=True)
+def few_tiles(now: TileConfig, depth: int, *, fp8: bool) -> list[TileConfig]:
+    """Today's, and others with more blocks of weights under way."""
+    shapes = [(64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 4)]
+    if fp8:
+        shapes = [
+            (64, 128, 4, 6),
+            (64, 128, 4, 8),
+            (64, 256, 4, 4),
+            (64, 256, 4, 5),
+            (128, 128, 4, 4),
+            (128, 128, 4, 6),
+        ]
+    found = [
+        TileConfig(now.bm, bn, bk, split, warps, stages)
         for bn, bk, warps, stages in shapes
-        for split in splits
-        if depth % (bk * split) == 0
+        for split in (1, 2, 4)
+        if depth % (bk * split) == 0 and (now.bm + bn) * bk * stages * (1 if fp8 else 2) < 220 << 10
     ]
+    return [now, *(tile for tile in found if tile != now)]
 
 
-def early_candidates(bench: Bench) -> Iterator[Candidate]:
-    for model, fp8 in ((EIGHT, False), (EIGHT, True), (BY_NAME["qwen3-0.6b"], False)):
+def few_candidates(bench: Bench) -> Iterator[Candidate]:
+    for model, fp8, sizes in (
+        (EIGHT, False, (64,)), (EIGHT, True, (8, 32, 64)), (BY_NAME["qwen3-0.6b"], False, (8, 64)),
+    ):  # fmt: skip
         for name, features, depth, gated in layer_matrices(model):
             rows_w = features * (2 if gated else 1)
             pairs = weights_of(bench, rows_w, depth, fp8=fp8, most=24)
-            for rows in (8, 32) if model is EIGHT and not fp8 else (32,):
+            for rows in sizes:
                 now = tuned(DEFAULT).tile(rows, rows_w, depth, fp8=fp8)
                 if now is None:
                     continue
@@ -218,7 +226,7 @@ def early_candidates(bench: Bench) -> Iterator[Candidate]:
                         x.float() if x_scale is None else x.float() * x_scale[:, None], pairs[0], gated=gated
                     )
                 residual = None if gated or name == "qkv" else torch.zeros_like(out)
-                for tile in early_tiles(now, depth):
+                for tile in few_tiles(now, depth, fp8=fp8):
                     need = skinny.workspace_floats(features, config=tile, gated=gated)
                     work, arrived = bench.empty(need, dtype=F32), bench.zeros(-(-rows_w // tile.bn))
 
@@ -246,7 +254,7 @@ def early_candidates(bench: Bench) -> Iterator[Candidate]:
                     calls = [lambda pair=pair, call=call, out=out: call(pair, out) for pair in pairs]
                     amount, flops = pairs[0][0].numel() * pairs[0][0].element_size(), 2.0 * rows * rows_w * depth
                     op = f"{model.name} {name} M={rows}" + (" fp8" if fp8 else "")
-                    case = Case("early", op, tag(tile), calls, bytes=amount, flops=flops, error=error)
+                    case = Case("few", op, tag(tile), calls, bytes=amount, flops=flops, error=error)
                     yield Candidate(case, tile, tile == now)
 
 
@@ -499,7 +507,7 @@ def sampler_candidates(bench: Bench) -> Iterator[Candidate]:
 
 
 GROUPS: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
-    "early": early_candidates,
+    "few": few_candidates,
     "fixed": fixed_candidates,
     "longrows": longrows_candidates,
     "medium": medium_candidates,

@@ -314,7 +314,7 @@ def one_candidates(bench: Bench, layer: Layer) -> Iterator[Candidate]:
 
     for gated in (True, False):
         name = ("gate_up" if gated else "down") + layer.suffix
-        now = TABLE.expert_gemv(m.hidden if gated else m.inner, gated=gated, fp8=layer.fp8)
+        now = TABLE.expert_gemv(*((m.inner, m.hidden) if gated else (m.hidden, m.inner)), gated=gated, fp8=layer.fp8)
         for config in (now, *(c for c in GEMV[gated, layer.fp8] if c != now)):
 
             def call(ids, target, gated=gated, config=config):
@@ -489,11 +489,11 @@ def whole_layer(bench: Bench, step: Step, *, sort: bool, early: bool) -> None:
         inner = step.inner
         moe.one_gate_up(
             step.stream, step.ids, layer.gate_up, out=inner, scale=layer.gate_up_scale, norm=layer.gain, eps=1e-6,
-            config=TABLE.expert_gemv(m.hidden, gated=True, fp8=layer.fp8), pdl=True, late=early,
+            config=TABLE.expert_gemv(m.inner, m.hidden, gated=True, fp8=layer.fp8), pdl=True, late=early,
         )  # fmt: skip
         moe.one_down(
             inner, step.ids, step.weights, layer.down, out=step.stream, scale=layer.down_scale, residual=step.stream,
-            config=TABLE.expert_gemv(m.inner, gated=False, fp8=layer.fp8), pdl=True, early=early,
+            config=TABLE.expert_gemv(m.hidden, m.inner, gated=False, fp8=layer.fp8), pdl=True, early=early,
         )  # fmt: skip
         return
     tile = TABLE.tile(step.tokens, m.experts, m.hidden, fp8=False)

@@ -87,6 +87,8 @@ class SmallTiles(Tuning):
     def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
         return None if rows > self.tile_rows or depth % 16 else TileConfig(16, 32, 16, 1, 4, 2)
 
+    adapted_tile = tile
+
 
 @pytest.mark.parametrize(
     "means",

@@ -42,9 +42,6 @@ def captured(call):
         GemvConfig(4, 2048, 8),
         TileConfig(16, 64, 128, 1, 4, 4),
         TileConfig(16, 64, 128, 4, 4, 4),
-        TileConfig(16, 64, 128, 1, 4, 4, early=True),
-        TileConfig(16, 64, 128, 4, 4, 3, early=True),
-        TileConfig(16, 64, 256, 2, 4, 2, early=True),
     ],
 )
 def test_a_chain_of_dependent_launches_is_ordered(config):

@@ -187,7 +187,6 @@ def linear_truth(x, weight, scale, norm_weight, bias, residual, gated):
         GemvConfig(rows=2, block_k=64, warps=2, narrow=True, half=True, ahead=8),
         TileConfig(bm=16, bn=16, bk=32, split=1, warps=4, stages=3),
         TileConfig(bm=8, bn=16, bk=32, split=2, warps=4, stages=2),
-        TileConfig(bm=16, bn=16, bk=32, split=2, warps=4, stages=3, early=True),
     ],
 )
 def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, config):
@@ -218,8 +217,7 @@ def test_skinny_linear(rng, gated, with_norm, with_residual, with_bias, fp8, con
     assert arrived is None or not arrived.any(), "counters must be zero for the next replay"
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_tiles_with_fp8_inputs(rng, early):
+def test_tiles_with_fp8_inputs(rng):
     rows, features, depth = 5, 24, 192
     weight, x = normal(rng, 2 * features, depth), normal(rng, rows, depth)
     scale = weight.float().abs().amax(1) / 448
@@ -234,7 +232,7 @@ def test_tiles_with_fp8_inputs(rng, early):
         scale=scale,
         x_scale=x_scale,
         gated=True,
-        config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2, early=early),
+        config=TileConfig(bm=16, bn=32, bk=32, split=1, warps=4, stages=2),
     )
     exact = linear_truth(x8.float() * x_scale[:, None], weight8, scale, None, None, None, True)
     assert difference(out, exact) < BF16_TOLERANCE
@@ -246,7 +244,7 @@ def test_tiles_with_fp8_inputs(rng, early):
 )
 @pytest.mark.parametrize(
     ("depth", "tile"),
-    [(128, skinny.FIXED), (200, skinny.FIXED), (200, TileConfig(32, 64, 64, 1, 4, 3, rows_first=True))],
+    [(128, skinny.FIXED), (200, skinny.FIXED), (200, TileConfig(32, 64, 64, 1, 4, 3))],
 )
 def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(rng, gated, with_bias, form, depth, tile):
     features, most = 72, 70
@@ -378,7 +376,7 @@ def test_fused_decode_equals_rope_store_then_decode(rng, splits, with_norm, kv, 
     decode.paged_decode(
         qkv, k, v, lengths=length, page_table=table, heads=heads, scale=dim**-0.5, angles=angles, q_weight=weights[0],
         k_weight=weights[1], eps=1e-6, out=out, config=DecodeConfig(splits=splits, block_n=16, warps=4, stages=2),
-        workspace=workspace, arrived=torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE), early=early,
+        workspace=workspace, arrived=torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE),
     )  # fmt: skip
     tolerance = 1.5 * BF16_TOLERANCE if kv == BF16 else 0.04
     assert difference(out, truth) < tolerance

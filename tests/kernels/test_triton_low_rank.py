@@ -375,7 +375,7 @@ def test_pieces_of_a_run_beside_all_of_w() -> None:
     device = torch.device("meta")
     found = {}
     for name, sizes, k in (("qkv", (4096, 1024, 1024), 4096), ("o", (4096,), 4096), ("both", (14336,) * 2, 4096)):
-        config = tuning.tile(64, sum(sizes), k, fp8=False)
+        config = tuning.adapted_tile(64, sum(sizes), k, fp8=False)
         assert config is not None
         a = torch.empty(8, 16 * len(sizes), k, device=device)
         bank = LowRankBank(slots=8, rank=16, sizes=sizes, k=k, data=(a,), nbytes=0)

@@ -55,13 +55,15 @@ class SmallTiles(Tuning):
             return TileConfig(16, 32, 16, 1, 4, 2)
         return TileConfig(16, 32, 32, 2 if depth % 64 == 0 else 1, 4, 2)
 
+    adapted_tile = tile
+
 
 @dataclass(frozen=True, kw_only=True)
 class SmallWide(Tuning):
-    """For every matmul of more than one row the tiles that are for many, with either operand as the tall one."""
+    """For every matmul of more than one row the tiles that are for many."""
 
     def wide(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
-        return TileConfig(16, 32, 32, 1, 4, 2, rows_first=weight_rows > depth)
+        return TileConfig(16, 32, 32, 1, 4, 2)
 
 
 LIBRARY = Tuning(multiprocessors=132, tile_rows=0)

@@ -179,14 +179,14 @@ def _emit_one(planner: Planner, call: Call) -> None:
     x, ids, out = (planner.cut(call[name]) for name in ("x", "ids", "out"))
     inner = planner.workspace.piece("expert inner", call["ids"].numel(), down.k, dtype=torch.bfloat16)[: ids.numel()]
     residual = planner.cut(call["residual"])
-    config = planner.tuning.expert_gemv(gate_up.k, gated=True, fp8=gate_up.layout != "bf16")
+    config = planner.tuning.expert_gemv(down.k, gate_up.k, gated=True, fp8=gate_up.layout != "bf16")
     normed = " + norm" if call["norm"] is not None else ""
     planner.own(
         moe.one_gate_up, f"{_text(gate_up, x, ids)} one + {call['activation']}{normed}, {config}", x, ids, gate_up.data[0], out=inner,
         scale=_scale(gate_up), bias=call["gate_up_bias"], norm=call["norm"], eps=call["eps"] or 0.0, activation=call["activation"],
         weights=_input_weights(planner, call), config=config, late=planner.pdl,
     )  # fmt: skip
-    config = planner.tuning.expert_gemv(down.k, gated=False, fp8=down.layout != "bf16")
+    config = planner.tuning.expert_gemv(down.n, down.k, gated=False, fp8=down.layout != "bf16")
     added = (" + residual" if residual is not None else "") + (", early" if planner.pdl else "")
     planner.own(
         moe.one_down, f"{_text(down, inner, ids)} one{added}, {config}", inner, ids, shares(planner, call), down.data[0], out=out,

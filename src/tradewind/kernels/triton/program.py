@@ -188,10 +188,12 @@ class Planner:
             return "library"
         return "tile" if self.bucket.tokens <= self.tuning.tile_rows else "wide"
 
-    def tile(self, weight: PackedMatrix) -> TileConfig | None:
+    def tile(self, weight: PackedMatrix, *, adapted: bool = False) -> TileConfig | None:
         if weight.layout == "fp8_block":
             return self.tuning.block_tile(self.bucket.tokens, weight.n, weight.k)
         choose = self.tuning.tile if self.bucket.tokens <= self.tuning.tile_rows else self.tuning.wide
+        if adapted:
+            choose = self.tuning.adapted_tile
         return choose(self.bucket.tokens, weight.n, weight.k, fp8=weight.layout == "fp8")
 
     def wants_fp8(self, call: Call) -> str | None:
@@ -561,7 +563,7 @@ class Planner:
             config = self.tuning.gemv(features, weight.k, fp8=weight.layout in FP8_LAYOUTS)
             common |= {"norm": call["norm"], "eps": call["eps"] or 0.0}
         else:
-            config = self.tile(weight)
+            config = self.tile(weight, adapted=call["low_rank"] is not None)
             assert config is not None
             common |= {"x_scale": x_scale}
             if config.split > 1:

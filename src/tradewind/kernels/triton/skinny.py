@@ -258,8 +258,7 @@ def _half_gemv_kernel(
 @triton.jit
 def _tile_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, M, N,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
-    DOT: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, DOT: tl.constexpr,
     X_SCALED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
     LATE: tl.constexpr, BLOCKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -281,44 +280,26 @@ def _tile_kernel(
     if GATED:
         line += j // OUT * N
     row = w_ptr + line[:, None] * K
+    wait_for_previous(PDL)
+    if LATE:
+        let_next_start(PDL)
     acc = tl.zeros([BN, BM], tl.float32)
-    if EARLY:
-        # The wait is inside the loop, so that the copies of weights with which the compiler begins its pipeline come before it. x is loaded
-        # a round ahead, behind the wait (in all rounds but the first it has nothing to wait for), and the first round multiplies by zeros.
-        x = tl.zeros([BM, BK], x_ptr.dtype.element_ty)
-        for start in range(begin - BK, end, BK):
-            w = tl.load(row + (tl.maximum(start, begin) + column)[None, :], eviction_policy="evict_first")
-            wait_for_previous(PDL)
-            if LATE:
-                let_next_start(PDL)
-            inside = live_m[:, None] & (start + BK < end)
-            following = tl.load(x_ptr + m[:, None] * K + (start + BK + column)[None, :], mask=inside, other=0.0)
+    for start in range(begin, end, BK):
+        if K % BK == 0:
+            w = tl.load(row + (start + column)[None, :], eviction_policy="evict_first")
+            x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
+        else:
+            inside = (start + column < K)[None, :]
+            w = tl.load(row + (start + column)[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None] & inside, other=0.0)
+        if BLOCKED:
+            by_row = tl.load(scale_row(scale_ptr, line, K) + start // 128)
+            by_token = tl.load(x_scale_ptr + m * PARTS + start // 128, mask=live_m, other=0.0)
+            acc += tl.dot(w.to(DOT), tl.trans(x.to(DOT))) * (by_row[:, None] * by_token[None, :])
+        else:
             if tl.float16 == DOT and x.dtype != tl.float16:
                 x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
             acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
-            x = following
-    else:
-        wait_for_previous(PDL)
-        if LATE:
-            let_next_start(PDL)
-        for start in range(begin, end, BK):
-            if K % BK == 0:
-                w = tl.load(row + (start + column)[None, :], eviction_policy="evict_first")
-                x = tl.load(x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None], other=0.0)
-            else:
-                inside = (start + column < K)[None, :]
-                w = tl.load(row + (start + column)[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-                x = tl.load(
-                    x_ptr + m[:, None] * K + (start + column)[None, :], mask=live_m[:, None] & inside, other=0.0
-                )
-            if BLOCKED:
-                by_row = tl.load(scale_row(scale_ptr, line, K) + start // 128)
-                by_token = tl.load(x_scale_ptr + m * PARTS + start // 128, mask=live_m, other=0.0)
-                acc += tl.dot(w.to(DOT), tl.trans(x.to(DOT))) * (by_row[:, None] * by_token[None, :])
-            else:
-                if tl.float16 == DOT and x.dtype != tl.float16:
-                    x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
-                acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
 
     if SPLIT > 1:  # part: [tiles, SPLIT, BN, BM]
         inner = j[:, None] * BM + m[None, :]
@@ -415,7 +396,6 @@ def skinny_linear(
     assert rows <= config.bm, f"{rows} rows in a tile of {config.bm}"
     assert depth % config.bk == 0 or blocked, f"K = {depth} is no multiple of {config.bk}"
     assert not blocked or (x.dtype == FP8 and blocks.COLUMNS % config.bk == 0), f"blocks of {config} and {x.dtype}"
-    assert not config.early or not (blocked or depth % (config.bk * config.split)), f"{config} early, with K = {depth}"
     if config.split > 1:
         need = workspace_floats(features, config=config, gated=gated)
         assert workspace is not None and workspace.numel() >= need, f"split needs {need} floats of workspace"
@@ -426,8 +406,8 @@ def skinny_linear(
     _tile_kernel[(triton.cdiv(features, outputs), config.split)](
         x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x, *extra, out,
         workspace if workspace is not None else x, arrived if arrived is not None else x, rows, features,
-        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, EARLY=config.early, DOT=dot,
-        X_SCALED=x_scale is not None and not blocked, **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
+        K=depth, BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=config.split, DOT=dot, X_SCALED=x_scale is not None and not blocked,
+        **flags, **launch_options(pdl=pdl, warps=config.warps, stages=config.stages),
     )  # fmt: skip
 
 
@@ -445,7 +425,7 @@ def _fixed_kernel(
     x_ptr, w_ptr, x_scale_ptr, scale_ptr, residual_ptr, bias_ptr, out_ptr, count_ptr, M, N,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
     X_SCALED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
-    COUNTED: tl.constexpr, BLOCKED: tl.constexpr, ROWS_FIRST: tl.constexpr, PDL: tl.constexpr,
+    COUNTED: tl.constexpr, BLOCKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     OUT: tl.constexpr = BN // 2 if GATED else BN  # outputs of a tile
@@ -472,7 +452,7 @@ def _fixed_kernel(
             return
     live_m = m < rows
     x_row = x_ptr + m.to(tl.int64)[:, None] * K
-    acc = tl.zeros([BM, BN] if ROWS_FIRST else [BN, BM], tl.float32)
+    acc = tl.zeros([BN, BM], tl.float32)
     for start in range(0, K, BK):
         at = start + column
         if K % BK == 0:
@@ -488,13 +468,8 @@ def _fixed_kernel(
         else:
             if tl.float16 == DOT and x.dtype != tl.float16:
                 x = tl.clamp(x.to(tl.float32), -65504.0, 65504.0)
-            if ROWS_FIRST:
-                acc = tl.dot(x.to(DOT), tl.trans(w.to(DOT)), acc)
-            else:
-                acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
+            acc = tl.dot(w.to(DOT), tl.trans(x.to(DOT)), acc)
 
-    if ROWS_FIRST:
-        acc = tl.trans(acc)
     if X_SCALED:
         acc *= tl.load(x_scale_ptr + m, mask=live_m, other=0.0)[None, :]
     if SCALED:
@@ -547,12 +522,10 @@ def fixed_linear(
     outputs = tile.bn // 2 if gated else tile.bn
     blocked = scale is not None and scale.ndim == 2
     assert not blocked or (x.dtype == FP8 and blocks.COLUMNS % tile.bk == 0), f"blocks of {tile} and {x.dtype}"
-    assert not (blocked and tile.rows_first), "by blocks weights are the left operand"
     _fixed_kernel[(triton.cdiv(features, outputs) * triton.cdiv(rows, tile.bm),)](
         x, weight, x_scale if x_scale is not None else x, scale if scale is not None else x,
         residual if residual is not None else x, bias if bias is not None else x, out, count if count is not None else x, rows, features,
         K=depth, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP=8, DOT=dot, X_SCALED=x_scale is not None and not blocked,
         GATED=gated, GELU=activation == "gelu_tanh", SCALED=scale is not None and not blocked, RESIDUAL=residual is not None,
-        BIAS=bias is not None, BLOCKED=blocked, COUNTED=count is not None, ROWS_FIRST=tile.rows_first,
-        **launch_options(pdl=pdl, warps=tile.warps, stages=tile.stages),
+        BIAS=bias is not None, BLOCKED=blocked, COUNTED=count is not None, **launch_options(pdl=pdl, warps=tile.warps, stages=tile.stages),
     )  # fmt: skip

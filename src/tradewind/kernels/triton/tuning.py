@@ -37,10 +37,6 @@ class TileConfig:
     stages: int
     tma: bool = False
     """Experts only: weights are loaded by the tensor copy engine."""
-    early: bool = False
-    """`skinny.skinny_linear` only: copies of weights begin before the wait for the kernel that makes the input."""
-    rows_first: bool = False
-    """`skinny.fixed_linear` only: the tall side of the tensor core is filled by input rows, not by weights."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +143,9 @@ class Tuning:
     """From so many one-token rows on shared keys are read once for all."""
     tile_rows: int = 64
     """Up to so many rows the tiles beat cuBLAS with its separate epilogues."""
-    early_tiles: bool = False
-    """Those tiles begin to copy weights before the kernel in front of them has ended, where K is whole blocks in each piece."""
-    wide_shapes: dict[tuple[int, int, bool], tuple[TileConfig | None, TileConfig | None]] = field(default_factory=dict)
-    """By (weight rows, of gate and up together; depth; FP8 weights): tiles for more rows than that, up to 128 and up to 256, where they
-    were measured to beat cuBLAS and what must follow it; None where they do not."""
+    wide_shapes: dict[tuple[int, int, bool], tuple[tuple[int, int, TileConfig], ...]] = field(default_factory=dict)
+    """By (weight rows, of gate and up together; depth; FP8 weights): (above, up to, tile) for numbers of rows above `tile_rows` at which
+    tiles were measured to beat cuBLAS and what must follow it."""
     split_tokens: int = 2560
     """Up to so many tokens of a step prompts may be cut over their keys; more fill the GPU several times over."""
     split_keys: int = 1024
@@ -179,12 +173,35 @@ class Tuning:
 
     def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
         """Constants of a matmul of 2..`tile_rows` rows; None where another way is better. weight_rows counts gate and up."""
-        config = self._tile(rows, weight_rows, depth, fp8=fp8)
-        if config is None or not self.early_tiles or depth % (config.bk * config.split):
-            return config
-        return replace(config, early=True)
+        if rows > self.tile_rows or depth % 128 != 0:
+            return None
+        bm = next(size for size in (16, 32, 64) if rows <= size)
+        tiles = -(-weight_rows // 64)
+        if tiles > self.multiprocessors:  # two programs a multiprocessor hide each other's beginning and end
+            if fp8 and bm < 64 and tiles >= 2 * self.multiprocessors:
+                return TileConfig(bm, 128, 128, 1, 4, 3)
+            return TileConfig(bm, 64, 128, 1, 4, 3 if bm == 64 else 4)
+        bk = 256 if fp8 and depth % 256 == 0 else 128
+        if fp8 and bm == 16:
+            return TileConfig(bm, 64, bk, 4 if tiles <= self.multiprocessors // 2 and depth % 1024 == 0 else 1, 4, 4)
+        # One program a multiprocessor: it wants as much under way as its memory holds.
+        pieces = self._pieces(tiles, depth // bk)
+        stages = 5 if bm > 16 else 6 if depth // (bk * pieces) < 16 else 4
+        return TileConfig(bm, 64, bk, pieces, 4, stages)
 
-    def _tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
+    def _pieces(self, tiles: int, steps: int) -> int:
+        """In how many pieces the steps over K are cut: while there are places for all programs and, where half of the places have one
+        already, while no piece is shorter than 16 steps."""
+        pieces = 1
+        while pieces < 4 and 2 * tiles * pieces <= self.multiprocessors and steps % (2 * pieces) == 0:
+            if tiles * pieces >= 0.45 * self.multiprocessors and steps < 32 * pieces:
+                break
+            pieces *= 2
+        return pieces
+
+    def adapted_tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
+        """The same where adapters are added within the tiles (low_rank_tile.py): fewer blocks under way, so that programs which compute
+        A x and those which wait for it are there at once."""
         if rows > self.tile_rows or depth % 128 != 0:
             return None
         bm = next(size for size in (16, 32, 64) if rows <= size)
@@ -200,7 +217,8 @@ class Tuning:
         """Constants of a matmul of more than `tile_rows` rows; None where the library is better, or nothing was measured."""
         if not self.tile_rows < rows <= 256:
             return None
-        return self.wide_shapes.get((weight_rows, depth, fp8), (None, None))[rows > 128]
+        ways = self.wide_shapes.get((weight_rows, depth, fp8), ())
+        return next((tile for above, most, tile in ways if above < rows <= most), None)
 
     def block_tile(self, rows: int, weight_rows: int, depth: int) -> TileConfig:
         """Constants of a matmul of 2 and more rows by FP8 weights with scales by blocks; not measured yet. Above `tile_rows` the last two
@@ -212,12 +230,15 @@ class Tuning:
             return TileConfig(bm, 64, 128, split, 4, 4 if bm < 64 else 3)
         return TileConfig(64, 64, 128, 1, 4, 4) if rows <= 128 else TileConfig(128, 128, 128, 1, 8, 3)
 
-    def expert_gemv(self, depth: int, *, gated: bool, fp8: bool) -> ExpertGemvConfig:
-        """Constants of the chosen experts' matmuls for one token; depth of one expert's matrix."""
+    def expert_gemv(self, outputs: int, depth: int, *, gated: bool, fp8: bool) -> ExpertGemvConfig:
+        """Constants of the chosen experts' matmuls for one token; outputs (gated: of gate alone) and depth of one expert's matrix."""
         if fp8:
             return ExpertGemvConfig(8, 512 if gated and depth % 512 == 0 else 256, 4, 2 if gated else 4, narrow=True)
-        # The second's input is bf16 and its rows are short: one warp with all of a row under way.
-        return ExpertGemvConfig(2, 2048, 4, 1) if gated else ExpertGemvConfig(1, 256, 1, 24)
+        if gated:
+            return ExpertGemvConfig(4, 2048, 8, 1) if outputs < 1024 else ExpertGemvConfig(2, 2048, 4, 1)
+        # The second's input is bf16 and its rows are short: one warp with all of a row under way. With more than 20 blocks it has too many
+        # registers for all programs to be there at once.
+        return ExpertGemvConfig(1, 256, 1, 20 if depth < 1024 else 24)
 
     def expert_tile(self, tokens: int, chosen: int, experts: int, depth: int, *, fp8: bool) -> TileConfig:
         """Constants of the experts' matmuls for a step of several tokens; bm is how many pairs of one expert make a block.
@@ -242,7 +263,7 @@ class Tuning:
         """Constants of attention for a bucket of one-token rows with at most `longest` keys each; `packed` query heads share a kv head."""
         if rows <= 2:
             if longest <= 512:
-                return DecodeConfig(8, 32, 4 if packed <= 2 else 2, 2)
+                return DecodeConfig(8, 32, 2 if packed == 4 else 4, 2)
             if longest <= 2048:
                 return DecodeConfig(32, 32, 2, 2)
             return DecodeConfig(32, 64 if longest <= 32768 else 128, 4, 2)
@@ -366,6 +387,30 @@ TUNINGS: dict[str, Tuning] = {
             (14336, 4096, True): GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4),
             (4096, 14336, True): GemvConfig(8, 512, 4, narrow=True),
         },
+        wide_shapes={
+            # Qwen3-0.6B: gate and up, qkv
+            (6144, 1024, False): ((64, 128, TileConfig(128, 64, 128, 1, 8, 4)),),
+            (4096, 1024, False): ((64, 128, TileConfig(64, 64, 128, 1, 4, 5)),),
+            # Llama-3.1-8B: gate and up
+            (28672, 4096, False): (
+                (96, 128, TileConfig(128, 256, 64, 1, 8, 4)),
+                (192, 256, TileConfig(256, 128, 64, 1, 8, 4)),
+            ),
+            # in FP8: qkv, o, gate and up, down
+            (6144, 4096, True): ((64, 128, TileConfig(128, 64, 128, 1, 4, 6)),),
+            (4096, 4096, True): (
+                (64, 128, TileConfig(64, 64, 128, 1, 4, 5)),
+                (128, 256, TileConfig(64, 128, 128, 1, 4, 6)),
+            ),
+            (28672, 4096, True): (
+                (96, 128, TileConfig(128, 128, 128, 1, 8, 3)),
+                (192, 256, TileConfig(256, 128, 128, 1, 8, 4)),
+            ),
+            (4096, 14336, True): (
+                (64, 128, TileConfig(64, 64, 128, 1, 4, 6)),
+                (128, 256, TileConfig(64, 128, 128, 1, 4, 6)),
+            ),
+        },
     ),
 }
 """By `torch.cuda.get_device_name()`."""
@@ -374,5 +419,5 @@ DEFAULT = "NVIDIA H200"
 
 
 def tuned(gpu: str) -> Tuning:
-    """The constants of a GPU by name."""
-    return TUNINGS.get(gpu, TUNINGS[DEFAULT])
+    """The constants of a GPU by name. For one that nobody measured nothing that was won by a few per cent, or wants more shared memory."""
+    return TUNINGS.get(gpu) or replace(TUNINGS[DEFAULT], wide_shapes={})
