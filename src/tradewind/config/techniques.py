@@ -62,8 +62,8 @@ TECHNIQUES: dict[str, Technique] = {
         goals_hurt=(),
         metric="decode tokens per second with none, one and 8 mixed adapters (benchmarks/adapters.py)",
         test="tests/engine/test_gpu_adapters.py::test_each_sequence_has_its_own",
-        effect=f"{GPU_RUN}, 8b, 64 rows, 8 mixed adapters of rank 16: a step costs 9.2 % of throughput "
-        "(sorted by adapter: 31 %)",
+        effect=f"{GPU_RUN}, 8b, 64 rows, 8 mixed adapters of rank 16: a step of answers costs 13 % of throughput "
+        "(5.23 / 6.05 ms; sorted by adapter: 31 % of a slower step), with the prompts 16 %",
     ),
     "batch_invariant": Technique(
         layer="compute",
@@ -271,8 +271,8 @@ TECHNIQUES: dict[str, Technique] = {
         off={"quantization": "none"},
         metric="decode and prefill tokens per second; perplexity against bf16",
         test="tests/reference/test_fp8.py::test_quality_and_what_stays_bf16",
-        effect=f"{GPU_RUN}, 8b: a token alone 2.40 ms where bf16 takes 3.78; 512 requests at once 14,205 / 10,385 tok/s; "
-        "prompts 69,253 / 41,202 tok/s; perplexity +2.8 % (SmolLM2)",
+        effect=f"{GPU_RUN}, 8b: a token alone 2.41 ms where bf16 takes 3.87; 512 requests at once 14,462 / 10,189 tok/s; "
+        "prompts 68,623 / 41,023 tok/s; perplexity +3.4 % (SmolLM2)",
     ),
     "fused_kernels": Technique(
         layer="compute",
@@ -478,7 +478,7 @@ TECHNIQUES: dict[str, Technique] = {
     ),
     "skinny_matmul": Technique(
         layer="compute",
-        switch="always on up to 64 rows (cuda: kernels/triton/skinny.py; constants in kernels/triton/tuning.py)",
+        switch="always on up to 64 rows, FP8 up to 256 (cuda: kernels/triton/skinny.py; constants in kernels/triton/tuning.py)",
         helps="decode on a GPU: weights are read at the memory's speed, where a library's matmul leaves a third of it",
         hurts="nothing above its limit, where cuBLAS takes over",
         prerequisites=("a GPU",),
@@ -486,7 +486,8 @@ TECHNIQUES: dict[str, Technique] = {
         goals_hurt=(),
         metric="GB/s of the matmuls against the measured read ceiling",
         test="tests/kernels/test_triton_kernels.py::test_skinny_linear",
-        effect=f"{GPU_RUN}: 8 rows against cuBLAS, 0.6b down 5.0 / 7.4 us, o 4.2 / 5.8; 8b qkv 15.3 / 15.8, gate_up 56.6 / 56.1",
+        effect=f"{GPU_RUN}: 8 rows against cuBLAS, 0.6b down 5.0 / 7.4 us, o 4.2 / 5.8; 8b qkv 15.3 / 15.8, gate_up 56.6 / 56.1; "
+        "more blocks under way, before / since: a step of 32 rows of 0.6b 2.00 / 1.87 ms, of 8b 5.62 / 5.47, FP8 4.23 / 4.03",
     ),
     "slo_pacing": Technique(
         layer="schedule",
@@ -606,7 +607,8 @@ TECHNIQUES: dict[str, Technique] = {
         goals_hurt=(),
         metric="W4 with 16 output tokens of benchmarks/gpu_suite.py",
         test="tests/host/test_budget.py::test_a_step_begins_no_sliver_of_a_prompt_behind_others",
-        effect=f"{GPU_RUN}, W4 with 16 output tokens, qwen3-0.6b: 250,059 / 273,026 tokens/s",
+        effect=f"{GPU_RUN}, W4 with 16 output tokens, qwen3-0.6b: 250,059 / 273,026 tokens/s; with sizes for "
+        "two prompts beside rows 278,100, 8b 37,230 / 39,074",
     ),
     "window_page_freeing": Technique(
         layer="cache",
