@@ -323,7 +323,10 @@ def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_p
         result = a_result(scripts, model=model, load_format=load_format)
         result["workloads"] = {"W1": {"tpot_ms": 1.111 * (1 + number)}}
         scripts.suite.save(result, tmp_path / f"gpu-{number}.json")
-        assert scripts.figures.table(made) == scripts.figures.table({**made, "load_format": "dummy"})
+        usual = scripts.figures.table({**result, "load_format": "dummy"}).splitlines()
+        lines = scripts.figures.table(result).splitlines()
+        assert set(lines) <= set(usual), "the same peers and demands"
+        assert lines == usual or len(lines) == 3, "beside the usual result only what was measured"
     quantised = {**made, "quantization": "fp8", "load_format": "dummy-flat"}
     assert title(quantised) == "deepseek-v2-lite fp8, flat weights"
     del made["load_format"]
@@ -332,7 +335,9 @@ def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_p
     page.write_text(f"{scripts.suite.BEGIN}\n{scripts.suite.END}\n")
     assert scripts.suite.report(tmp_path, into=page) == 0
     text = page.read_text()
-    assert "| one H200 | deepseek-v2-lite, one route | llama-3.1-8b | llama-3.1-8b, flat weights |" in text
+    assert "| one H200 | deepseek-v2-lite, one route | llama-3.1-8b |\n" in text, (
+        "flat weights are not for the short table"
+    )
     for head, ours, peer in (
         ("llama-3.1-8b", "**1.11** ms", "4.97"),
         ("llama-3.1-8b, flat weights", "**2.22** ms", "4.97"),
