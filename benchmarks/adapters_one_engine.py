@@ -19,7 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import gpu_suite
+import gpu_engine
+import gpu_options
+import gpu_results
 import numpy as np
 
 from tradewind.config.adapter_files import look_at
@@ -131,22 +133,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "max_running": options.rows, "threads": options.threads, "compute": options.compute, "quantization": options.quantization,
     }  # fmt: skip
     goals = Goals(
-        model=str(gpu_suite.model_folder(options.model)),
+        model=str(gpu_options.model_folder(options.model)),
         max_context=max(1024, options.prompt_tokens + options.tokens),
         adapters=AdapterRoom(slots=options.adapters, rank=options.rank),
         means=Means(**{name: value for name, value in means.items() if value is not None}),
     )
-    plan, client = gpu_suite.opened(goals, phases=Phases())
+    plan, client = gpu_engine.opened(goals, phases=Phases())
     ready_s = time.perf_counter() - began
     loop, card = client.loop, plan.card
-    gpu_suite.say(f"    engine ready after {ready_s:.1f} s, graphs {plan.numerics.graphs}")
+    gpu_results.say(f"    engine ready after {ready_s:.1f} s, graphs {plan.numerics.graphs}")
     result: dict[str, Any] = {
         "format": 1,
         "kind": "adapters",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": Path(options.model).name,
         "card": plan.hardware.name,
-        "versions": gpu_suite.versions(),
+        "versions": gpu_results.versions(),
         "backend": plan.numerics.backend,
         "compute": plan.numerics.compute,
         "quantization": plan.numerics.quantization,
@@ -170,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 look_at(write_fast(Path(folder) / f"a{seed}", card, seed=seed, rank=options.rank, targets=targets)).key
                 for seed in range(options.adapters)
             ]
-            gpu_suite.say(f"    adapters written after {time.perf_counter() - began:.1f} s")
+            gpu_results.say(f"    adapters written after {time.perf_counter() - began:.1f} s")
             _rounds(loop, options, keys, result, began=began, vocab_size=card.vocab_size)
     finally:
         client.close()
@@ -205,7 +207,7 @@ def _rounds(
         time.sleep(0.05)
     for arm in arms:
         seconds(arm, options.tokens)
-    gpu_suite.say(f"    warm after {time.perf_counter() - began:.1f} s")
+    gpu_results.say(f"    warm after {time.perf_counter() - began:.1f} s")
     # Adapters are in use, and each row has its own: answers part from those without, row by row.
     result["rows_changed"] = {
         arm: sum(a != b for a, b in zip(answers[arm], answers["none"], strict=True)) for arm in arms if arm != "none"
@@ -219,8 +221,8 @@ def _rounds(
             times[arm]["long"].append(seconds(arm, options.tokens))
         result |= judged(times, rows=options.rows, short=short, long=options.tokens)
         result["captures_meanwhile"] = None if captures is None else (captures_of(loop) or 0) - captures
-        gpu_suite.save(result, options.out)
-        gpu_suite.say(
+        gpu_results.save(result, options.out)
+        gpu_results.say(
             f"    round {turn + 1}: costs {result['cost_percent']} of decode, {result['cost_percent_with_prompts']} of all"
         )
         now = time.perf_counter()

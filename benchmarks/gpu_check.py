@@ -35,7 +35,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gpu_suite
+import gpu_engine
+import gpu_options
+import gpu_results
+import gpu_start
 import msgspec
 from random_load import GRAMMARS, Mix, crowded, held_after, run_load
 
@@ -87,7 +90,7 @@ class Checks:
         self.failed += good is False
         print(f"{verdict}  {part}: {name}: {detail}", flush=True)
         self.result["lines"].append({"part": part, "name": name, "verdict": verdict, "detail": detail, **numbers})
-        gpu_suite.save(self.result, self.out)
+        gpu_results.save(self.result, self.out)
 
 
 @dataclass
@@ -163,7 +166,7 @@ class Shop:
     def engine(self, *, pages: int | Callable[[Plan], int] | None = None, **means: Any) -> Iterator[Engine]:
         """An engine with choices pinned, and with so few pages; closed and its memory given back at the end."""
         if time.perf_counter() > self.deadline_s:
-            raise gpu_suite.OutOfTimeError("no time left for another engine")
+            raise gpu_engine.OutOfTimeError("no time left for another engine")
         goals = Goals(
             model=str(self.model),
             max_context=CONTEXT,
@@ -178,7 +181,7 @@ class Shop:
         began = time.perf_counter()
         engine = build_planned(planned)
         pinned = ", ".join(f"{name} {value}" for name, value in means.items()) or "as planned"
-        gpu_suite.say(f"    engine ({pinned}) ready in {time.perf_counter() - began:.1f} s")
+        gpu_results.say(f"    engine ({pinned}) ready in {time.perf_counter() - began:.1f} s")
         try:
             yield engine
         finally:
@@ -427,10 +430,10 @@ def load(shop: Shop, checks: Checks, arguments: argparse.Namespace) -> None:
 
         def keep(record: dict[str, Any]) -> None:
             checks.result["load"] = {"seed": arguments.seed, **record}
-            gpu_suite.save(checks.result, checks.out)
+            gpu_results.save(checks.result, checks.out)
 
         until = min(time.perf_counter() + 60 * arguments.minutes, shop.deadline_s)
-        tally = run_load(engine, mix, until=until, keep=keep, say=gpu_suite.say)
+        tally = run_load(engine, mix, until=until, keep=keep, say=gpu_results.say)
         keep(tally.record(over=True))
         forget(engine)
         said = (
@@ -468,8 +471,8 @@ def memory(shop: Shop, checks: Checks, arguments: argparse.Namespace) -> None:
         checks.line("memory", "ledger", None, "the device's own figure is a GPU's")
         return
     for model in arguments.memory_models.split(","):
-        options = gpu_suite.parsed(["--model", model, "--backend", shop.backend])
-        found = gpu_suite.child(options, "--start-only", "--compare-memory", timeout_s=120)
+        options = gpu_options.parsed(["--model", model, "--backend", shop.backend])
+        found = gpu_start.child(options, "--start-only", "--compare-memory", timeout_s=120)
         compared_memory = found.get("memory")
         if "error" in found or not compared_memory:
             checks.line("memory", model, False, found.get("error", "no figure"))
@@ -527,7 +530,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.memory_limit if arguments.memory_limit is not None else 16 if arguments.backend == "cuda" else None
     )
     means = {
-        name: gpu_suite.parsed_value(value) for name, _, value in (text.partition("=") for text in arguments.means)
+        name: gpu_options.parsed_value(value) for name, _, value in (text.partition("=") for text in arguments.means)
     }
     shop = Shop(
         model=arguments.smollm2,
@@ -540,9 +543,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "format": 1,
         "kind": "check",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(__file__).name, *(gpu_suite.nameless(word) for word in sys.argv[1:])],
+        "command": [Path(__file__).name, *(gpu_results.nameless(word) for word in sys.argv[1:])],
         "card": card_name(arguments.backend),
-        "versions": gpu_suite.versions(),
+        "versions": gpu_results.versions(),
         "lines": [],
         "took_s": {},
     }
@@ -555,15 +558,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         try:
             PARTS[name](shop, checks, arguments)
-        except gpu_suite.OutOfTimeError as error:
+        except gpu_engine.OutOfTimeError as error:
             checks.line(name, "runs to its end", None, str(error))
         except Exception as error:  # the other parts still tell something
             traceback.print_exc()
             checks.line(name, "runs to its end", False, f"{type(error).__name__}: {str(error)[:400]}")
         faulthandler.cancel_dump_traceback_later()
         result["took_s"][name] = round(time.perf_counter() - began, 1)
-        gpu_suite.say(f"    {name} took {result['took_s'][name]} s")
-    gpu_suite.save(result, arguments.out)
+        gpu_results.say(f"    {name} took {result['took_s'][name]} s")
+    gpu_results.save(result, arguments.out)
     counts = Counter(line["verdict"] for line in result["lines"])
     print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['skip']} could not be looked at")
     return 1 if checks.failed else 0

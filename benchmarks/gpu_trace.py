@@ -22,7 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import gpu_suite
+import gpu_engine
+import gpu_options
+import gpu_results
+import gpu_works
 
 from tradewind.bench.report import matplotlib_figure, quiet_axis
 from tradewind.contract.events import StepDone, TokensOut
@@ -137,16 +140,16 @@ def traced(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str
     options += ["--load-format", arguments.load_format]
     for text in arguments.means:
         options += ["--means", text]
-    plan, client = gpu_suite.opened(gpu_suite.goals_of(gpu_suite.parsed(options)), phases=Phases())
+    plan, client = gpu_engine.opened(gpu_options.goals_of(gpu_options.parsed(options)), phases=Phases())
     loop = client.loop
     room = plan.schedule.max_context - arguments.prompt
     new = min(room, 2 * arguments.steps + 200)
     sampling = SamplingParams(temperature=arguments.temperature, max_tokens=new, ignore_eos=True)
-    suite = gpu_suite.Suite(
-        gpu_suite.Driven(loop),
+    suite = gpu_works.Suite(
+        gpu_engine.Driven(loop),
         vocab_size=plan.card.vocab_size,
         sizes={},
-        scale=gpu_suite.SCALES["full"],
+        scale=gpu_works.SCALES["full"],
         copy=None,
     )
     suite.driven.generate(
@@ -286,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "format": 1,
         "kind": "trace",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(__file__).name, *(gpu_suite.nameless(word) for word in sys.argv[1:])],
+        "command": [Path(__file__).name, *(gpu_results.nameless(word) for word in sys.argv[1:])],
         "model": Path(arguments.model).name,
         "device": analysed(events, steps=arguments.steps),
     }
@@ -294,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if events and plain:
         # Tracing stretches the pauses: the kernels' own time against a step that nobody watched.
         device["idle_share_untraced"] = max(0.0, 1 - device["busy_us_per_step"] / plain["wall_us_per_step"])
-    gpu_suite.save(figures, arguments.out)
+    gpu_results.save(figures, arguments.out)
     if not events:
         print(f"no device events; a step took {figures['profiled']['wall_us_per_step']:.0f} us")
         return 0
@@ -312,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         draw(events, figures, arguments.out.with_suffix(".png"), title=sentence)
     except Exception as error:  # a picture less is no reason to lose the figures
-        gpu_suite.say(f"no picture: {type(error).__name__}: {error}")
+        gpu_results.say(f"no picture: {type(error).__name__}: {error}")
     return 0
 
 

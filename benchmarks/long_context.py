@@ -9,7 +9,7 @@
 
 Floors: weights and keys at the read rate, operations at the matmul rate, both measured in the same run. Weights are dummy, answers greedy.
 JSON is written after every part; each engine is a process of its own, so that none leaves memory behind.
-Refuses to know: how an engine is driven and ceilings are measured (gpu_suite.py).
+Refuses to know: how an engine is driven (gpu_engine.py) and ceilings are measured (gpu_card.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gpu_suite as suite
-from gpu_suite import Driven, OutOfTimeError, opened, save, say, sizes_of
+import gpu_options
+import gpu_results
+import gpu_start
+from gpu_engine import Driven, OutOfTimeError, opened
+from gpu_results import save, say
+from gpu_works import sizes_of
 
 from tradewind.config.goals import Goals, Means
 from tradewind.contract.events import StepDone, TokensOut
@@ -339,12 +343,14 @@ def run_engine(arguments: argparse.Namespace) -> int:
     deadline_s = time.perf_counter() + arguments.seconds
     scale = SCALES[arguments.scale]
     if arguments.backend == "cuda" and arguments.way:
-        suite.go_ways(arguments.way)
+        gpu_options.go_ways(arguments.way)
     stated: dict[str, Any] = {"slowdown": arguments.slowdown} if arguments.engine == "bound" else {}
     pinned: dict[str, Any] = {"backend": arguments.backend, "load_format": "dummy"}
-    pinned |= {name: suite.parsed_value(value) for name, _, value in (text.partition("=") for text in arguments.means)}
+    pinned |= {
+        name: gpu_options.parsed_value(value) for name, _, value in (text.partition("=") for text in arguments.means)
+    }
     with tempfile.TemporaryDirectory(prefix="tradewind-long-") as folder:
-        config = suite.config_of(arguments.model)
+        config = gpu_options.config_of(arguments.model)
         context = scale.prompt + scale.room
         config["max_position_embeddings"] = max(context, config["max_position_embeddings"])
         model = Path(folder) / Path(arguments.model).name
@@ -412,13 +418,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_engine(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.perf_counter()
-    like = suite.parsed(["--model", arguments.model, "--backend", arguments.backend, "--scale", arguments.scale])
-    result: dict[str, Any] = suite.new_result(like) | {
-        "kind": "long context", "command": ["long_context.py", *(suite.nameless(word) for word in (argv or sys.argv[1:]))],
+    like = gpu_options.parsed(["--model", arguments.model, "--backend", arguments.backend, "--scale", arguments.scale])
+    result: dict[str, Any] = gpu_results.new_result(like) | {
+        "kind": "long context", "command": ["long_context.py", *(gpu_results.nameless(word) for word in (argv or sys.argv[1:]))],
         "ways": arguments.way, "means": arguments.means, "slowdown": arguments.slowdown, "engines": {},
     }  # fmt: skip
     result.pop("workloads", None)
-    limits = suite.child(like, "--ceilings-only", timeout_s=min(60.0, arguments.seconds))
+    limits = gpu_start.child(like, "--ceilings-only", timeout_s=min(60.0, arguments.seconds))
     if "error" in limits:
         say(f"ceilings: {limits['error']}")
         return 1

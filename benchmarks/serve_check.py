@@ -26,7 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import gpu_suite
+import gpu_card
+import gpu_results
 from tests_told import card
 
 QUESTION = [{"role": "user", "content": "Why is the sky blue? Answer in two sentences."}]
@@ -350,7 +351,7 @@ def device_empty(before: int | None) -> str:
 
 def used_bytes() -> int | None:
     """In use on the first GPU; None where there is none."""
-    found = gpu_suite.asked_of_driver("memory.used")
+    found = gpu_card.asked_of_driver("memory.used")
     return None if found is None else int(found) << 20
 
 
@@ -371,9 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "format": 1,
         "kind": "serve-check",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(__file__).name, *(gpu_suite.nameless(word) for word in sys.argv[1:])],
+        "command": [Path(__file__).name, *(gpu_results.nameless(word) for word in sys.argv[1:])],
         "card": card(),
-        "versions": gpu_suite.versions(),
+        "versions": gpu_results.versions(),
         "lines": [],
     }
     before = used_bytes() if arguments.backend == "cuda" else None
@@ -396,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         took = round(time.perf_counter() - began, 2)
         print(f"{verdict}  {name} ({took} s): {detail}", flush=True)
         result["lines"].append({"name": name, "verdict": verdict, "detail": detail, "seconds": took})
-        gpu_suite.save(result, arguments.out / "serve-check.json")
+        gpu_results.save(result, arguments.out / "serve-check.json")
         return verdict == "PASS"
 
     try:

@@ -250,19 +250,20 @@ def child(arguments: argparse.Namespace) -> dict[str, Any]:
     then = {"torch.cuda": lambda: None, "torch": lambda: watch_torch(events), "triton": lambda: watch_triton(events)}
     if not arguments.plain:
         sys.meta_path.insert(0, TimedImports(events, then))  # type: ignore[arg-type]
-    import gpu_suite
+    import gpu_engine
+    import gpu_options
 
     events.mark("suite imported")
     phases = Phases(began_s=began_s)
     same = ["--model", arguments.model, "--backend", arguments.backend, "--quantization", arguments.quantization]
     for text in arguments.means:
         same += ["--means", text]
-    plan, client = gpu_suite.opened(gpu_suite.goals_of(gpu_suite.parsed(same)), phases=phases)
+    plan, client = gpu_engine.opened(gpu_options.goals_of(gpu_options.parsed(same)), phases=phases)
     ready_s = time.perf_counter() - began_s
     events.mark("ready")
     vocab = plan.card.vocab_size
     try:
-        gpu_suite.Driven(client.loop).generate([[100 + i % (vocab - 2100) for i in range(128)]], [1])
+        gpu_engine.Driven(client.loop).generate([[100 + i % (vocab - 2100) for i in range(128)]], [1])
         answer_s = time.perf_counter() - began_s
         events.mark("first answer")
         state = facts()

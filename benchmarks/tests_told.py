@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import gpu_suite
+import gpu_results
 
 CUT = 124
 """Exit code of timeout(1)."""
@@ -93,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kind": "tests",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "card": card(),
-        "versions": gpu_suite.versions(),
+        "versions": gpu_results.versions(),
         "jobs": jobs_of(arguments.log),
         "tests": {path.stem: told(path) for path in arguments.files if path.is_file()},
     }
-    gpu_suite.save(result, arguments.out)
+    gpu_results.save(result, arguments.out)
     for name, tests in result["tests"].items():
         print(f"{name}: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
         for failure in tests["failures"]:

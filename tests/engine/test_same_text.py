@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from tiny_engine import Listener, answers, engine_of, prompts, requests, write_checkpoint
 
 from tradewind.contract.events import Preempted
 from tradewind.contract.request import SamplingParams
+from tradewind.contract.step import Step, Wants
+from tradewind.runner.runner import StepRunner
 
 NEW = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
@@ -100,3 +104,46 @@ def test_the_plain_ops_agree_with_the_library(folder: Path, alone: dict[str, lis
             engine, requests(engine, prompts(4), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
         )
     assert found == [answer[:6] for answer in alone["greedy"][:4]]
+
+
+@pytest.mark.parametrize("tape", [True, False])
+def test_steps_end_for_the_tokens_that_want_logits(
+    folder: Path, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch, tape: bool
+) -> None:
+    """Prompts, and chunks that want nothing, compute the end of the last layer for few rows; steps of answers alone, and those of whom more
+    is wanted, for all. Both give the same answers, logprobs included."""
+    told: list[tuple[bool, int, int]] = []
+    choose = StepRunner._wants_all
+
+    def watched(self: StepRunner, step: Step) -> bool:
+        wide = choose(self, step)
+        told.append((wide, int((step.wants == Wants.LAST).sum()), step.tokens))
+        return wide
+
+    def asked(engine: Any) -> list[tuple[tuple[int, ...], list[float]]]:
+        found = []
+        for more in ({"logprobs": 3}, {"logprobs": 3, "prompt_logprobs": 2}):
+            sampling = msgspec.structs.replace(GREEDY, **more)
+            for handle in engine.client.run(requests(engine, prompts(10), sampling, prefix=str(len(more)))):
+                last = handle.last
+                records = (*last.prompt_logprobs, *last.logprobs)
+                assert last.error is None and records
+                found.append(
+                    (tuple(handle.tokens), [value for one in records for value in (one.logprob, *one.top_logprobs)])
+                )
+        return found
+
+    monkeypatch.setattr(StepRunner, "_wants_all", watched)
+    with engine_of(folder, tape=tape, max_tokens_per_step=37) as engine:
+        assert answers(engine, requests(engine, prompts(10), GREEDY)) == alone["greedy"]
+        first = asked(engine)
+    assert any(not wide and last == 0 for wide, last, _ in told), "a chunk that wants nothing"
+    assert any(not wide and last > 0 for wide, last, _ in told)
+    assert any(wide and last == tokens for wide, last, tokens in told), "answers alone"
+    assert any(wide and last < tokens for wide, last, tokens in told), "prompts of which all logprobs are wanted"
+    monkeypatch.setattr(StepRunner, "_wants_all", lambda self, step: True)
+    with engine_of(folder, tape=tape, max_tokens_per_step=37) as engine:
+        second = asked(engine)
+    for (tokens, found), (same, wanted) in zip(first, second, strict=True):
+        assert tokens == same
+        np.testing.assert_allclose(found, wanted, atol=2e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import math
@@ -32,6 +33,10 @@ def scripts() -> Iterator[SimpleNamespace]:
     try:
         yield SimpleNamespace(
             suite=importlib.import_module("gpu_suite"),
+            engine=importlib.import_module("gpu_engine"),
+            options=importlib.import_module("gpu_options"),
+            results=importlib.import_module("gpu_results"),
+            works=importlib.import_module("gpu_works"),
             figures=importlib.import_module("gpu_figures"),
             check=importlib.import_module("gpu_check"),
             trace=importlib.import_module("gpu_trace"),
@@ -73,8 +78,8 @@ class Recorder:
 def recorded(scripts: SimpleNamespace, *works: str, scale: str = "full") -> tuple[Recorder, list[dict[str, Any]]]:
     """A model with a vocabulary of 128256 runs the works; nothing is computed."""
     driven = Recorder()
-    sizes = scripts.suite.sizes_of(config("llama-3.1-8b"), quantization="none", kv_format="bf16")
-    suite = scripts.suite.Suite(driven, vocab_size=128256, sizes=sizes, scale=scripts.suite.SCALES[scale], copy=4.25e12)
+    sizes = scripts.works.sizes_of(config("llama-3.1-8b"), quantization="none", kv_format="bf16")
+    suite = scripts.works.Suite(driven, vocab_size=128256, sizes=sizes, scale=scripts.works.SCALES[scale], copy=4.25e12)
     return driven, [getattr(suite, work)() for work in works]
 
 
@@ -135,9 +140,9 @@ def test_w6_asks_what_the_peers_were_asked(scripts: SimpleNamespace) -> None:
 def test_formulas(scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes 7 ms and 3 ms for each token: all figures must say 3 ms a token."""
     _, _ = recorded(scripts)
-    sizes = scripts.suite.sizes_of(config("llama-3.1-8b"), quantization="none", kv_format="bf16")
-    suite = scripts.suite.Suite(
-        Recorder(), vocab_size=5000, sizes=sizes, scale=scripts.suite.Scale(batches=(1, 8)), copy=1e13
+    sizes = scripts.works.sizes_of(config("llama-3.1-8b"), quantization="none", kv_format="bf16")
+    suite = scripts.works.Suite(
+        Recorder(), vocab_size=5000, sizes=sizes, scale=scripts.works.Scale(batches=(1, 8)), copy=1e13
     )
     monkeypatch.setattr(suite, "timed", lambda prompts, outs, temperature=0.0, keep=False: 0.007 + 0.003 * outs[0])
     first = suite.W1()
@@ -156,7 +161,7 @@ def an_engine(**more: Any) -> Engine:
 
 def test_the_driver_counts_tokens_and_leaves_nothing_open(scripts: SimpleNamespace) -> None:
     engine = an_engine(vocab_size=1000)
-    driven = scripts.suite.Driven(engine.loop)
+    driven = scripts.engine.Driven(engine.loop)
     prompts = [[100 + i + j for j in range(5 + i)] for i in range(9)]
     outs = [3 + i for i in range(9)]
     assert driven.generate(prompts, outs) == sum(outs)
@@ -172,8 +177,8 @@ def test_the_driver_counts_tokens_and_leaves_nothing_open(scripts: SimpleNamespa
 
 def test_the_driver_ends_what_takes_too_long(scripts: SimpleNamespace) -> None:
     engine = an_engine(vocab_size=1000)
-    driven = scripts.suite.Driven(engine.loop, deadline_s=time.perf_counter() - 1)
-    with pytest.raises(scripts.suite.OutOfTimeError, match="2 of 2"):
+    driven = scripts.engine.Driven(engine.loop, deadline_s=time.perf_counter() - 1)
+    with pytest.raises(scripts.engine.OutOfTimeError, match="2 of 2"):
         driven.generate([[5, 6, 7]] * 2, [50, 50])
     assert engine.scheduler.idle and engine.scheduler.unfinished == 0
 
@@ -181,7 +186,93 @@ def test_the_driver_ends_what_takes_too_long(scripts: SimpleNamespace) -> None:
 def test_the_driver_says_why_a_request_failed(scripts: SimpleNamespace) -> None:
     engine = an_engine(vocab_size=1000, fail={("b1", 5): "logits are not finite"})
     with pytest.raises(RuntimeError, match="logits are not finite"):
-        scripts.suite.Driven(engine.loop).generate([[5, 6, 7]], [50])
+        scripts.engine.Driven(engine.loop).generate([[5, 6, 7]], [50])
+
+
+def test_settling_ends_with_all_that_goes_on_behind_the_start(scripts: SimpleNamespace) -> None:
+    class Loop:
+        looks = 0
+
+        @property
+        def prepared(self) -> bool:
+            self.looks += 1
+            return self.looks > 2
+
+    record = scripts.engine.Driven(Loop()).settle(600.0)
+    assert record["prepared"] and record["compiled"] and 0.15 < record["waited_s"] < 60
+    assert record["compile_s"] == record["graphs"] == {}, "an engine of another kind has none"
+    assert scripts.engine.settled_text(record).endswith(" s: kernels compiled")
+
+
+@pytest.mark.parametrize(("limit_s", "deadline_s"), [(0.0, math.inf), (600.0, 0.0)])
+def test_settling_goes_on_anyway_and_says_what_is_missing(
+    scripts: SimpleNamespace, limit_s: float, deadline_s: float
+) -> None:
+    pytest.importorskip("torch")
+    from tradewind.runner.ahead import Progress
+
+    progress = Progress(wanted=90, captured=30, passed_over=2, plan_s=1.25, capture_s=2.5)
+    runner = SimpleNamespace(
+        captured_ahead=False,
+        _ahead=SimpleNamespace(progress=progress, error=RuntimeError("no memory")),
+        _preparation=SimpleNamespace(rest_took_s={"plan": 3.0}),
+    )
+    loop = SimpleNamespace(prepared=False, _executor=SimpleNamespace(_runner=runner))
+    record = scripts.engine.Driven(loop, deadline_s=deadline_s).settle(limit_s)
+    assert record["waited_s"] < 30 and record["limit_s"] == limit_s
+    assert not record["prepared"] and not record["compiled"] and record["compile_s"] == {"plan": 3.0}
+    assert (record["graphs"]["wanted"], record["graphs"]["captured"], record["graphs"]["passed_over"]) == (90, 30, 2)
+    text = scripts.engine.settled_text(json.loads(json.dumps(record)))
+    assert ", which was the limit: kernels not all compiled, plan 3.0 s, 32 of 90 graphs captured" in text
+    assert "plan 1.2 s, capture 2.5 s, captures ended with RuntimeError: no memory" in text
+
+
+# ------------------------------------------------------------------------------------------------------ the works' order
+
+
+def asked_in_turn(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, *options: str, time_for: int = 99
+) -> tuple[list[tuple[str, float]], dict[str, Any]]:
+    """Which works are run with which temperature, and the result, where the time is over after `time_for` of them."""
+    driven = SimpleNamespace(
+        captures=0, deadline_s=math.inf, settle=lambda limit_s: {**SETTLED, "limit_s": limit_s},
+        loop=SimpleNamespace(dead=None),
+    )  # fmt: skip
+    suite = scripts.works.Suite(driven, vocab_size=5000, sizes={}, scale=scripts.works.SCALES["tiny"], copy=None)
+    ran: list[tuple[str, float]] = []
+
+    def work(name: str, temperature: float) -> dict[str, Any]:
+        ran.append((name, temperature))
+        if len(ran) == time_for:
+            driven.deadline_s = -math.inf
+        return {}
+
+    monkeypatch.setattr(suite, "warm", lambda: 0.5)
+    for name in scripts.works.ORDER:
+        monkeypatch.setattr(suite, name, functools.partial(work, name))
+    result: dict[str, Any] = {"skipped": [], "workloads": {}}
+    said: list[str] = []
+    scripts.suite.run_works(suite, scripts.options.parsed(list(options)), result, done=said.append)
+    assert said[0].startswith("settled after 1.5 s") and said[1].startswith("warm-up") and result["warm_s"] == 0.5
+    assert list(result["workloads"]) == [name + ":t1" * (temperature == 1.0) for name, temperature in ran]
+    return ran, result
+
+
+SETTLED: dict[str, Any] = {"waited_s": 1.5, "prepared": True, "compiled": True, "compile_s": {}, "graphs": {}}
+
+
+def test_works_run_in_the_order_in_which_they_are_named(
+    scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, result = asked_in_turn(scripts, monkeypatch)
+    assert tuple(name for name, _ in ran) == scripts.works.ORDER and result["skipped"] == []
+    ran, result = asked_in_turn(scripts, monkeypatch, "--workloads", "W5,W1:t1,W4,W1", "--settle", "7", time_for=2)
+    assert ran == [("W5", 0.0), ("W1", 1.0)], "what is named last is lost when time runs out"
+    assert result["skipped"] == ["W4: no time left", "W1: no time left"]
+    assert result["settle"] == {**SETTLED, "limit_s": 7.0}
+    for wrong in ("W9", "warm", "W1:t2", "w1"):
+        with pytest.raises(SystemExit):
+            scripts.options.parsed(["--workloads", f"W1,{wrong}"])
 
 
 # ---------------------------------------------------------------------------------------------------- floors and tables
@@ -199,7 +290,7 @@ def test_floors_are_those_of_the_record(
     scripts: SimpleNamespace, model: str, quantization: str, floors_ms: tuple[float, ...]
 ) -> None:
     result = {
-        "sizes": scripts.suite.sizes_of(config(model), quantization=quantization, kv_format="bf16"),
+        "sizes": scripts.works.sizes_of(config(model), quantization=quantization, kv_format="bf16"),
         "ceilings": {"copy_bytes_per_s": 4.25e12},
     }
     found = [scripts.figures.floor_ms(result, batch=batch) for batch in scripts.figures.BATCHES]
@@ -207,9 +298,9 @@ def test_floors_are_those_of_the_record(
 
 
 def a_result(scripts: SimpleNamespace, *, model: str = "llama-3.1-8b", **more: Any) -> dict[str, Any]:
-    result = scripts.suite.new_result(scripts.suite.parsed(["--model", model]))
+    result = scripts.results.new_result(scripts.options.parsed(["--model", model]))
     result["command"] = ["gpu_suite.py", "--model", model]
-    result["sizes"] = scripts.suite.sizes_of(config(model), quantization="none", kv_format="bf16")
+    result["sizes"] = scripts.works.sizes_of(config(model), quantization="none", kv_format="bf16")
     result["ceilings"] = {"copy_bytes_per_s": 4.25e12, "bf16_flops_per_s": 780e12, "fp8_flops_per_s": 1300e12}
     result["workloads"] = {
         "W1": {"tpot_ms": 3.95, "ttft_ms": 8.5},
@@ -265,7 +356,7 @@ def test_sections_of_whole_and_of_empty_results(scripts: SimpleNamespace, tmp_pa
     )
     text = scripts.figures.section(whole)
     assert "(+1.0%)" in text and "Not measured: W5: no time left." in text and "imports 2.00); first answer" in text
-    empty = scripts.suite.new_result(scripts.suite.parsed(["--model", "qwen3-0.6b"]))
+    empty = scripts.results.new_result(scripts.options.parsed(["--model", "qwen3-0.6b"]))
     assert "| – | 2.15 | 1.68 |" in scripts.figures.section(empty)
     pytest.importorskip("matplotlib")
     for number, result in enumerate((whole, empty, a_result(scripts, model="llama-3.2-1b"))):
@@ -289,11 +380,11 @@ def test_a_report_renews_the_figures_of_a_page(scripts: SimpleNamespace, tmp_pat
     trace["device"] = {**scripts.trace.analysed(events, steps=20), "idle_share_untraced": 0.012}
     named = (("gpu-b", old), ("gpu-a", new), ("gpu-c", ablation), ("gpu-d", check), ("gpu-e", trace))
     for name, result in named:
-        scripts.suite.save(result, tmp_path / f"{name}.json")
+        scripts.results.save(result, tmp_path / f"{name}.json")
     page = tmp_path / "page.md"
-    page.write_text(f"# Speed\n\n{scripts.suite.BEGIN}\nstale\n{scripts.suite.END}\n\nend\n")
+    page.write_text(f"# Speed\n\n{scripts.results.BEGIN}\nstale\n{scripts.results.END}\n\nend\n")
     for _ in range(2):  # a second time changes nothing
-        assert scripts.suite.report(tmp_path, into=page) == 0
+        assert scripts.results.report(tmp_path, into=page) == 0
         text = page.read_text()
         assert text.startswith("# Speed\n") and text.endswith("\n\nend\n") and "stale" not in text
         assert "**3.21** ms" in text and "**3.95** ms" not in text, "the newer run of a model"
@@ -302,7 +393,7 @@ def test_a_report_renews_the_figures_of_a_page(scripts: SimpleNamespace, tmp_pat
         assert "1 passed, 0 failed" in text and "| PASS | load | nothing is kept | held: 0 / 0 |" in text
         assert "19.4% of a traced decode and 1.2% of an untraced one (81 us a step)" in text
     page.write_text("no marks")
-    assert scripts.suite.report(tmp_path, into=page) == 2
+    assert scripts.results.report(tmp_path, into=page) == 2
 
 
 def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_path: Path) -> None:
@@ -315,14 +406,14 @@ def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_p
             ("deepseek-v2-lite", "dummy-one-route", "deepseek-v2-lite, one route"),
         )
     ):
-        asked = scripts.suite.parsed(["--model", model, "--load-format", load_format])
-        assert scripts.suite.goals_of(asked).means.load_format == load_format
-        assert scripts.suite.parsed(scripts.suite.same_engine(asked)).load_format == load_format
-        made = scripts.suite.new_result(asked)
+        asked = scripts.options.parsed(["--model", model, "--load-format", load_format])
+        assert scripts.options.goals_of(asked).means.load_format == load_format
+        assert scripts.options.parsed(scripts.options.same_engine(asked)).load_format == load_format
+        made = scripts.results.new_result(asked)
         assert made["load_format"] == load_format and title(made) == wanted
         result = a_result(scripts, model=model, load_format=load_format)
         result["workloads"] = {"W1": {"tpot_ms": 1.111 * (1 + number)}}
-        scripts.suite.save(result, tmp_path / f"gpu-{number}.json")
+        scripts.results.save(result, tmp_path / f"gpu-{number}.json")
         usual = scripts.figures.table({**result, "load_format": "dummy"}).splitlines()
         lines = scripts.figures.table(result).splitlines()
         assert set(lines) <= set(usual), "the same peers and demands"
@@ -332,8 +423,8 @@ def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_p
     del made["load_format"]
     assert title(made) == "deepseek-v2-lite", "as older results are"
     page = tmp_path / "page.md"
-    page.write_text(f"{scripts.suite.BEGIN}\n{scripts.suite.END}\n")
-    assert scripts.suite.report(tmp_path, into=page) == 0
+    page.write_text(f"{scripts.results.BEGIN}\n{scripts.results.END}\n")
+    assert scripts.results.report(tmp_path, into=page) == 0
     text = page.read_text()
     assert "| one H200 | deepseek-v2-lite, one route | llama-3.1-8b |\n" in text, (
         "flat weights are not for the short table"
@@ -350,7 +441,7 @@ def test_other_weights_have_a_title_of_their_own(scripts: SimpleNamespace, tmp_p
 def test_of_one_route_a_step_reads_one_tokens_experts(scripts: SimpleNamespace) -> None:
     shape, read = config("deepseek-v2-lite"), scripts.figures.weight_bytes
     usual, one = (
-        scripts.suite.sizes_of(shape, quantization="none", kv_format="bf16", load_format=load_format)
+        scripts.works.sizes_of(shape, quantization="none", kv_format="bf16", load_format=load_format)
         for load_format in ("dummy-flat", "dummy-one-route")
     )
     assert read(one, 1) == read(one, 256) == one["weight_bytes_per_token"] == usual["weight_bytes_per_token"]
@@ -359,7 +450,7 @@ def test_of_one_route_a_step_reads_one_tokens_experts(scripts: SimpleNamespace) 
 
 def test_the_page_of_the_repository_has_its_marks(scripts: SimpleNamespace) -> None:
     text = (BENCHMARKS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert text.count(scripts.suite.BEGIN) == text.count(scripts.suite.END) == 1
+    assert text.count(scripts.results.BEGIN) == text.count(scripts.results.END) == 1
 
 
 # --------------------------------------------------------------------------------------------------- models and options
@@ -368,7 +459,7 @@ def test_the_page_of_the_repository_has_its_marks(scripts: SimpleNamespace) -> N
 @pytest.mark.parametrize(("name", "billions"), [("llama-3.1-8b", 8.03), ("llama-3.2-1b", 1.236), ("qwen3-0.6b", 0.596)])
 def test_configs_have_the_size_of_their_models(scripts: SimpleNamespace, name: str, billions: float) -> None:
     shape = config(name)
-    sizes = scripts.suite.sizes_of(shape, quantization="none", kv_format="bf16")
+    sizes = scripts.works.sizes_of(shape, quantization="none", kv_format="bf16")
     tables = sizes["head_params"] * (1 if shape["tie_word_embeddings"] else 2)
     assert (sizes["linear_params"] + tables) / 1e9 == pytest.approx(billions, rel=0.005)
 
@@ -380,7 +471,7 @@ def test_configs_have_the_size_of_their_models(scripts: SimpleNamespace, name: s
 def test_mixtures_count_what_a_token_meets(
     scripts: SimpleNamespace, name: str, billions: float, active: float, kept: int
 ) -> None:
-    sizes = scripts.suite.sizes_of(config(name), quantization="none", kv_format="bf16")
+    sizes = scripts.works.sizes_of(config(name), quantization="none", kv_format="bf16")
     assert (sizes["total_params"] + 2 * sizes["head_params"]) / 1e9 == pytest.approx(billions, rel=0.005)
     assert (sizes["linear_params"] + 2 * sizes["head_params"]) / 1e9 == pytest.approx(active, rel=0.02)
     assert sizes["kv_bytes_per_token"] == kept
@@ -391,7 +482,7 @@ def test_mixtures_count_what_a_token_meets(
 
 
 def test_goals_pin_only_what_was_asked(scripts: SimpleNamespace) -> None:
-    goals = scripts.suite.goals_of(scripts.suite.parsed(["--model", "llama-3.1-8b"]))
+    goals = scripts.options.goals_of(scripts.options.parsed(["--model", "llama-3.1-8b"]))
     assert goals.means == Means(backend="cuda", load_format="dummy")
     assert goals.max_context == 16384 and goals.scenario == "balanced"
     bent = [
@@ -406,7 +497,7 @@ def test_goals_pin_only_what_was_asked(scripts: SimpleNamespace) -> None:
         "--means",
         "tape=false",
     ]
-    goals = scripts.suite.goals_of(scripts.suite.parsed([*bent, "--means", "policy=fair"]))
+    goals = scripts.options.goals_of(scripts.options.parsed([*bent, "--means", "policy=fair"]))
     assert goals.means == Means(
         backend="cuda", load_format="dummy", quantization="fp8", overlap=False, max_running=7, tape=False, policy="fair"
     )
@@ -414,16 +505,16 @@ def test_goals_pin_only_what_was_asked(scripts: SimpleNamespace) -> None:
 
 
 def test_switches_are_fields_of_means(scripts: SimpleNamespace) -> None:
-    assert {"deterministic", "graphs", "overlap", "prefix_cache"} <= set(scripts.suite.known_switches())
-    assert list(scripts.suite.SWITCHES) == sorted(scripts.suite.SWITCHES)
-    for switch in scripts.suite.known_switches().values():
+    assert {"deterministic", "graphs", "overlap", "prefix_cache"} <= set(scripts.options.known_switches())
+    assert list(scripts.options.SWITCHES) == sorted(scripts.options.SWITCHES)
+    for switch in scripts.options.known_switches().values():
         Means(**switch.means)
-        assert set(switch.works) <= set(scripts.suite.ORDER)
+        assert set(switch.works) <= set(scripts.works.ORDER)
     with pytest.raises(SystemExit):
-        scripts.suite.parsed(["--off", "gravity"])
-    short = scripts.suite.parsed(["--off", "graphs"])
+        scripts.options.parsed(["--off", "gravity"])
+    short = scripts.options.parsed(["--off", "graphs"])
     assert short.workloads == "W1,W3,W6" and short.rows == "1,32,256" and short.no_start
-    assert scripts.suite.parsed([]).workloads == ",".join(scripts.suite.ORDER)
+    assert scripts.options.parsed([]).workloads == ",".join(scripts.works.ORDER)
 
 
 def test_another_process_gets_the_same_engine(scripts: SimpleNamespace) -> None:
@@ -441,15 +532,15 @@ def test_another_process_gets_the_same_engine(scripts: SimpleNamespace) -> None:
         "--scale",
         "tiny",
     ]
-    first = scripts.suite.parsed(options)
-    again = scripts.suite.parsed(scripts.suite.same_engine(first))
-    assert scripts.suite.goals_of(again) == scripts.suite.goals_of(first) and again.scale == "tiny"
+    first = scripts.options.parsed(options)
+    again = scripts.options.parsed(scripts.options.same_engine(first))
+    assert scripts.options.goals_of(again) == scripts.options.goals_of(first) and again.scale == "tiny"
     assert again.way == first.way == ["mixed_rows=[64]"]
 
 
 def test_results_name_no_place_on_this_machine(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    assert scripts.suite.nameless(str(tmp_path / "x.json")) == "x.json"
-    assert scripts.suite.nameless("W1,W2") == "W1,W2"
+    assert scripts.results.nameless(str(tmp_path / "x.json")) == "x.json"
+    assert scripts.results.nameless("W1,W2") == "W1,W2"
 
 
 # ---------------------------------------------------------------------------------------------- the judges of gpu_check

@@ -7,6 +7,7 @@ reading one shows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -96,11 +97,29 @@ class Driver:
             adapters=self._adapters(rows),
         )
         self.model.backend.plan(batch)
+        self.last = batch, starts
         hidden = self.model.forward(batch)
         self.ops.gather_rows(hidden, self.index, out=self.gathered, count=count)
         self.model.logits(self.gathered, out=self.logits, count=count)
         logits = self.ops.host(self.logits)[: len(ids)].copy()
         return [logits[begin:end] for begin, end in pairwise(starts)]
+
+    def ends(self) -> np.ndarray:
+        """The last step again, with what follows its last attention for each row's last token alone: logits [rows, V]."""
+        batch, starts = self.last
+        places = np.array(starts[1:], np.int32) - 1
+        size = len(places)
+        count = np.array([size], np.int32)
+        adapters = None if batch.adapters is None else self.ops.constant(self.ops.host(batch.adapters)[places])
+        few = replace(batch, capacity=size, tokens=count, scratch=Scratch(self.ops), adapters=adapters)
+        stream, mixed = self.model.body(batch)
+        index = self.ops.constant(places)
+        rows = self.ops.empty((size, stream.shape[1]), "f32"), self.ops.empty((size, mixed.shape[1]), "f32")
+        for source, target in zip((stream, mixed), rows, strict=True):
+            self.ops.gather_rows(source, index, out=target, count=count)
+        logits = self.ops.empty((size, self.card.vocab_size), "f32")
+        self.model.logits(self.model.ending(few, *rows), out=logits, count=count)
+        return np.array(self.ops.host(logits), np.float32)
 
     def _adapters(self, rows: Sequence[tuple[int, Sequence[int]]]) -> Any:
         if self.adapter_of is None:

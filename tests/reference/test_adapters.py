@@ -112,6 +112,8 @@ def test_adapters_beside_each_other(tiny: Tiny, driver: Driver) -> None:
         order = np.random.default_rng(turn).permutation(4).tolist()
         for k, logits in zip(order, driver.step([(k, tiny.ids[first:last]) for k in order]), strict=True):
             got[k].append(logits)
+        ends = np.stack([got[k][-1][-1] for k in order])
+        assert difference(driver.ends(), ends) < TOLERANCE, "where the last layer ends for these tokens alone"
     for k in range(4):
         assert difference(np.concatenate(got[k]), tiny.wanted[k]) < TOLERANCE, k
     spread = [np.abs(tiny.wanted[k] - tiny.wanted[3]).mean() / tiny.wanted[3].std() for k in range(3)]

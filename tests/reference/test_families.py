@@ -63,6 +63,17 @@ def test_decode_token_by_token(tiny: Tiny, driver: Driver) -> None:
     assert difference(np.concatenate(got), tiny.wanted) < TOLERANCE
 
 
+def test_few_rows_end_as_all_do(tiny: Tiny, driver: Driver) -> None:
+    """What follows the last layer's attention, for the last token of each row alone: the logits that all rows together give it."""
+    texts = {k: token_ids(k) for k in range(4)}
+    for rows in (
+        [(0, texts[0][:50]), (1, texts[1][:1]), (2, texts[2][:33])],
+        [(2, texts[2][33:34]), (3, texts[3][:9]), (0, texts[0][50:71])],
+    ):
+        whole = driver.step(rows)
+        assert difference(driver.ends(), np.stack([logits[-1] for logits in whole])) < TOLERANCE
+
+
 def test_prefix_hit(tiny: Tiny, driver: Driver) -> None:
     """A text that begins in the pages of another, in which it is computed on at once or in pieces."""
     driver.step([(0, tiny.ids[:80]), (1, token_ids(1, count=100))])

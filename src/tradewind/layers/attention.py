@@ -52,6 +52,10 @@ class Attention:
 
     def __call__(self, batch: ForwardBatch, x: Tensor, *, out: str) -> Tensor:
         """x [T, E] -> [T, E] in the scratch buffer `out`; writes this step's keys and values into the layer's pages."""
+        return self.output(batch, self.mix(batch, x), out=out)
+
+    def mix(self, batch: ForwardBatch, x: Tensor) -> Tensor:
+        """The same before the output matrix: all heads' values, [T, H D], in the scratch buffer "mixed"."""
         group, kv = batch.layer_group[self.layer], batch.kv[self.layer]
         qkv = self.qkv(batch, x, out="qkv")
         for start, weight in self.whole_norms:
@@ -87,4 +91,4 @@ class Attention:
             causal=self.causal,
             chunked=self.chunked,
         )
-        return self.output(batch, mixed, out=out)
+        return mixed

@@ -47,8 +47,8 @@ class LatentAttention:
         self.up = self.ops.pack_latent(up[:, : latent.nope], up[:, latent.nope :])
         self.output = Linear(build, weights, {"output": card.hidden}, k=self.width, bias=False)
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, *, out: str) -> Tensor:
-        """x [T, E] -> [T, E] in the scratch buffer `out`; writes this step's latents into the layer's pages."""
+    def mix(self, batch: ForwardBatch, x: Tensor) -> Tensor:
+        """x [T, E] -> all heads' values [T, H V], in the scratch buffer "mixed"; writes this step's latents into the layer's pages."""
         group, kv = batch.layer_group[self.layer], batch.kv[self.layer]
         source = x
         if self.q_down is not None:
@@ -68,4 +68,4 @@ class LatentAttention:
         )
         mixed = batch.scratch.take("mixed", (batch.capacity, self.width))
         self.attention.run_latents(q, kv, batch.rows[group], self.up, scale=self.scale, out=mixed)
-        return self.output(batch, mixed, out=out)
+        return mixed

@@ -104,6 +104,14 @@ class Bert:
             layer(batch, x)
         return x
 
+    def body(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Never called: whoever asks an encoder wants all hidden states."""
+        raise AssertionError("an encoder has no part that few rows can do without")
+
+    def ending(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Never called, like `body`."""
+        raise AssertionError("an encoder has no part that few rows can do without")
+
     def logits(self, hidden_rows: Tensor, *, out: Tensor, count: Count) -> None:
         """Never called: the intake refuses requests to generate."""
         raise AssertionError("an encoder has no logits")

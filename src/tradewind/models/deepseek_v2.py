@@ -48,10 +48,13 @@ class DeepseekLayer:
         self.mlp_norm = RMSNorm(build, weights, "mlp_norm")
         self.mlp = feed_forward(build, weights.at("mlp"), layer=layer)
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds the layer before (delta) to x and returns what this layer's MLP wants added."""
-        normed = self.attention_norm(batch, x, delta, out="normed")
-        delta = self.attention(batch, normed, out="delta")
+    def attend(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Adds the layer before (delta) to x; returns what attention makes of it, before its output matrix."""
+        return self.attention.mix(batch, self.attention_norm(batch, x, delta, out="normed"))
+
+    def finish(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Adds attention's answer to x and returns what this layer's MLP wants added."""
+        delta = self.attention.output(batch, mixed, out="delta")
         normed = self.mlp_norm(batch, x, delta, out="normed")
         return self.mlp(batch, normed, out="delta")
 

@@ -47,14 +47,17 @@ class SandwichLayer:
         self.mlp = GatedMLP(build, weights.at("mlp"))
         self.mlp_out_norm = RMSNorm(build, weights, "mlp_out_norm")
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds the layer before (delta) to x and returns what this layer's MLP wants added."""
-        normed = self.attention_norm(batch, x, delta, out="normed")
-        mixed = self.attention(batch, normed, out="block")
-        delta = self.attention_out_norm(batch, mixed, out="delta")
+    def attend(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Adds the layer before (delta) to x; returns what attention makes of it, before its output matrix."""
+        return self.attention.mix(batch, self.attention_norm(batch, x, delta, out="normed"))
+
+    def finish(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Adds attention's answer to x and returns what this layer's MLP wants added."""
+        block = self.attention.output(batch, mixed, out="block")
+        delta = self.attention_out_norm(batch, block, out="delta")
         normed = self.mlp_norm(batch, x, delta, out="normed")
-        mixed = self.mlp(batch, normed, out="block")
-        return self.mlp_out_norm(batch, mixed, out="delta")
+        block = self.mlp(batch, normed, out="block")
+        return self.mlp_out_norm(batch, block, out="delta")
 
 
 class Gemma2(Llama):

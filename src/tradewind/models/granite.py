@@ -24,10 +24,9 @@ class GraniteLayer(LlamaLayer):
         self.ops = build.ops
         self.residual_scale = build.card.residual_scale
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds the layer before (delta) to x and returns what this layer's MLP wants added."""
-        normed = self.attention_norm(batch, x, delta, out="normed")
-        delta = self.attention(batch, normed, out="delta")
+    def finish(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Adds attention's answer to x and returns what this layer's MLP wants added."""
+        delta = self.attention.output(batch, mixed, out="delta")
         self.ops.scale(delta, factor=self.residual_scale, count=batch.tokens)
         normed = self.mlp_norm(batch, x, delta, out="normed")
         delta = self.mlp(batch, normed, out="delta")

@@ -12,6 +12,7 @@ Every addition is done by the norm that follows it, so the stream x is read and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 from tradewind.device.batch import ForwardBatch
@@ -86,10 +87,13 @@ GGUF_INTERLEAVED: dict[str, str] = {
 
 
 class Layer(Protocol):
-    """One layer of a decoder."""
+    """One layer of a decoder, in two halves: only the first lets tokens see each other."""
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds the layer before (delta) to x and returns what this layer wants added last."""
+    def attend(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Adds the layer before (delta) to x [T, E], writes keys and values, and returns all heads' values [T, W]."""
+
+    def finish(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Adds attention's answer to x and returns what this layer wants added last; every row by itself."""
 
 
 class LlamaLayer:
@@ -102,16 +106,22 @@ class LlamaLayer:
         self.mlp_norm = RMSNorm(build, weights, "mlp_norm")
         self.mlp = feed_forward(build, weights.at("mlp"), layer=layer)
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds the layer before (delta) to x and returns what this layer's MLP wants added."""
-        normed = self.attention_norm(batch, x, delta, out="normed")
-        delta = self.attention(batch, normed, out="delta")
+    def attend(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Adds the layer before (delta) to x; returns what attention makes of it, before its output matrix."""
+        return self.attention.mix(batch, self.attention_norm(batch, x, delta, out="normed"))
+
+    def finish(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Adds attention's answer to x and returns what this layer's MLP wants added."""
+        delta = self.attention.output(batch, mixed, out="delta")
         normed = self.mlp_norm(batch, x, delta, out="normed")
         return self.mlp(batch, normed, out="delta")
 
 
 class Llama:
-    """A decoder of LlamaLayers. `forward` gives the final hidden states, `logits` the head's answer for chosen rows."""
+    """A decoder of LlamaLayers. `forward` gives the final hidden states, `logits` the head's answer for chosen rows.
+
+    `forward` is `body` and `ending`: where few tokens' hidden states are wanted, the ending is computed for their rows alone.
+    """
 
     layer_type: Callable[..., Layer] = LlamaLayer
 
@@ -128,13 +138,22 @@ class Llama:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the last norm, [T, E], in the scratch buffer "hidden"; writes the step's keys and values."""
+        return self.ending(batch, *self.body(batch))
+
+    def body(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """All but the last layer's second half: the stream x [T, E] and what the last attention makes of it [T, W]; writes the step's keys
+        and values."""
         for rope in self.ropes:
             rope(batch)
         x = self.embedding(batch)
-        delta = None
-        for layer in self.layers:
-            delta = layer(batch, x, delta)
-        return self.norm(batch, x, delta, out="hidden")
+        mixed = self.layers[0].attend(batch, x, None)
+        for before, layer in pairwise(self.layers):
+            mixed = layer.attend(batch, x, before.finish(batch, x, mixed))
+        return x, mixed
+
+    def ending(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Hidden states of rows of what `body` gave, [L, E]; batch: so many rows, their adapters and scratch memory of their own."""
+        return self.norm(batch, x, self.layers[-1].finish(batch, x, mixed), out="hidden")
 
     def logits(self, hidden_rows: Tensor, *, out: Tensor, count: Count) -> None:
         """hidden_rows [L, E], gathered from `forward`'s result -> out [L, V]."""

@@ -47,12 +47,16 @@ class Olmo2Layer:
         self.mlp = GatedMLP(build, weights.at("mlp"))
         self.mlp_out_norm = RMSNorm(build, weights, "mlp_out_norm")
 
-    def __call__(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
-        """Adds the layer before (delta) to x and returns what this layer's MLP wants added."""
-        mixed = self.attention(batch, self.read(batch, x, delta, out="normed"), out="block")
-        delta = self.attention_out_norm(batch, mixed, out="delta")
-        mixed = self.mlp(batch, self.read(batch, x, delta, out="normed"), out="block")
-        return self.mlp_out_norm(batch, mixed, out="delta")
+    def attend(self, batch: ForwardBatch, x: Tensor, delta: Tensor | None) -> Tensor:
+        """Adds the layer before (delta) to x; returns what attention makes of it, before its output matrix."""
+        return self.attention.mix(batch, self.read(batch, x, delta, out="normed"))
+
+    def finish(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Adds attention's answer to x and returns what this layer's MLP wants added."""
+        block = self.attention.output(batch, mixed, out="block")
+        delta = self.attention_out_norm(batch, block, out="delta")
+        block = self.mlp(batch, self.read(batch, x, delta, out="normed"), out="block")
+        return self.mlp_out_norm(batch, block, out="delta")
 
 
 class Olmo2(Llama):

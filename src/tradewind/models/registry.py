@@ -45,6 +45,12 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, E] after the final norm."""
 
+    def body(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """What `ending` takes: the stream [T, E] float32, and the values of the last attention [T, W]."""
+
+    def ending(self, batch: ForwardBatch, x: Tensor, mixed: Tensor) -> Tensor:
+        """Hidden states [L, E] of L rows of these; `forward` is both for all rows."""
+
     def logits(self, hidden_rows: Tensor, *, out: Tensor, count: Count) -> None:
         """hidden_rows [L, E] -> out [L, V]."""
 

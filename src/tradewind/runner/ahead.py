@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,21 @@ QUIET_S = 0.05
 """For so long nothing was submitted: the engine is at rest."""
 LOOK_S = 0.005
 Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far capturing ahead has come. What is still missing: wanted - captured - passed_over."""
+
+    wanted: int
+    captured: int
+    """By this thread."""
+    passed_over: int
+    """Wanted, but known when their turn came: a step had captured them, or there is room for no more."""
+    plan_s: float
+    """Spent planning, waits for whoever plans something else included."""
+    capture_s: float
+    """Spent capturing, waits for whoever spoils captures included."""
 
 
 class Ahead:
@@ -49,12 +65,17 @@ class Ahead:
         self._news = threading.Event()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._asked = 0
+        self._captured = self._passed_over = 0
+        self._plan_s = self._capture_s = 0.0
         self.error: BaseException | None = None
         """Why it stopped, if it failed: steps then capture for themselves."""
 
     def want(self, wanted: Iterable[tuple[Key, Callable[[], object], Callable[[], None]]]) -> None:
         """Adds graphs in the order in which they should come: (key, plan, launches). `plan` may allocate, `launches` must not."""
-        self._wanted.extend(wanted)
+        more = list(wanted)
+        self._asked += len(more)
+        self._wanted.extend(more)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tradewind-capture", daemon=True)
             self._thread.start()
@@ -64,6 +85,17 @@ class Ahead:
     def done(self) -> bool:
         """Whether nothing is left to capture."""
         return not self._wanted or self.error is not None
+
+    @property
+    def progress(self) -> Progress:
+        """Counts and times since the start; changes nothing. From any thread, whose view may lag by one graph."""
+        return Progress(
+            captured=self._captured,
+            passed_over=self._passed_over,
+            wanted=self._asked,
+            plan_s=self._plan_s,
+            capture_s=self._capture_s,
+        )
 
     def close(self) -> None:
         """Ends the thread after its current capture."""
@@ -82,9 +114,16 @@ class Ahead:
                 self._news.clear()
                 while self._wanted and self._at_rest():
                     key, plan, run = self._wanted[0]
-                    if not self._known(key):
+                    if self._known(key):
+                        self._passed_over += 1
+                    else:
+                        began = perf_counter()
                         plan()
+                        planned = perf_counter()
                         self._keep(key, self._gpu.capture(run, beside=True))
+                        self._captured += 1
+                        self._plan_s += planned - began
+                        self._capture_s += perf_counter() - planned
                     self._wanted.popleft()
                 self._news.wait()
         except Exception as error:  # an engine without these graphs is a whole engine

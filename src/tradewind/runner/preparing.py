@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ class Preparation:
         self._programs, self._gpu, self._staging, self._shared = programs, gpu, staging, shared
         self._rest: Callable[[], None] | None = None
         self._compiler: threading.Thread | None = None
+        self._took: dict[str, float] = {}
+        """Part of what the thread does -> seconds."""
 
     def prepare(
         self,
@@ -166,14 +168,17 @@ class Preparation:
         self._gpu.settle()
 
         def rest() -> None:
-            later = plan_rest()
+            with self._timed("plan"):
+                later = plan_rest()
             if COMPILES:
                 compilers = programs.ops.compilers
-                with compiling(threads=compilers.count if compilers is not None else REST_THREADS, compilers=compilers):
+                helpers = compilers.count if compilers is not None else REST_THREADS
+                with compiling(threads=helpers, measure=self._timed, compilers=compilers):
                     compile_rest(later)
                 if compilers is not None:
                     compilers.close(complete=True)
-                self._wake_library()
+                with self._timed("library"):
+                    self._wake_library()
 
         self._rest = rest
 
@@ -211,6 +216,17 @@ class Preparation:
     def prepared(self) -> bool:
         """Whether every kernel of the model is compiled."""
         return self._rest is None and (self._compiler is None or not self._compiler.is_alive())
+
+    @property
+    def rest_took_s(self) -> dict[str, float]:
+        """Seconds of those parts of `prepare_rest` that are over, in their order: plan, compile, load, library. From any thread."""
+        return dict(self._took)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._took[part] = time.perf_counter() - began
 
     def close(self) -> None:
         """Waits for the thread that compiles."""

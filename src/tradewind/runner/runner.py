@@ -5,10 +5,13 @@ Knows: the order of a step (slots, moves, forward, head, sample) and the tape. R
     step -> slots <- leave, enter, pages
             arrays <- ids, positions, write slots, row tables       device/layout.py
             page copies (copy-on-write)
-            tape.run()   or   model.forward(batch)                  the bulk
-            head over rows that want logits, in groups of `head_rows`
+            tape.run()   or   model.body(batch)                     the bulk
+            model.ending and head over rows that want logits, in groups of `head_rows`
             grammar masks, logprobs, sample, token -> slot          -> result
             pooling of hidden states                                runner/pooling.py
+
+Where few of a step's tokens want logits, what follows the last layer's attention is computed for those alone: of a prompt one token. Where
+most do, or hidden states are wanted, `model.forward` computes it for all (`_wide`).
 
 Which thread calls is the executor's business (runner/executor.py).
 """
@@ -16,6 +19,7 @@ Which thread calls is the executor's business (runner/executor.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -81,14 +85,27 @@ class StepRunner:
         self._arrays = StepArrays.allocate(capacity=max_tokens_per_step, rows=max_running, slots=self._slots)
         self._batch = self._forward_batch()
         self._want_tape = tape
-        self._body: Recorder | None = None
-        self._head: Recorder | None = None
+        self._tapes: dict[str, Recorder] = {}
+        """By name of what they record."""
+        self._wide = True
+        """Whether this step's hidden states are computed for all tokens."""
         self._hidden: Tensor = None
+        self._stream: Tensor = None
+        self._mixed: Tensor = None
         # The head's own arrays: which hidden rows, how many, and what comes out.
         self._head_count = np.zeros(1, np.int32)
         self._head_index = ops.constant(np.zeros(head_rows, np.int32))
         self._head_index_host = ops.host(self._head_index)
         self._head_hidden = ops.empty((head_rows, hidden), "f32")
+        self._head_mixed: Tensor = None
+        # The rows of the ending: scratch memory and adapters are their own, all else of the batch it does not read.
+        self._head_batch = replace(
+            self._batch,
+            capacity=head_rows,
+            tokens=self._head_count,
+            scratch=Scratch(ops),
+            adapters=None if adapters is None else ops.constant(np.full(head_rows, -1, np.int32)),
+        )
         self._logits = ops.empty((head_rows, vocab_size), "f32")
         self._sampled = ops.constant(np.zeros(head_rows, np.int32))
 
@@ -165,6 +182,7 @@ class StepRunner:
             for layer in self._groups[move.group].layers:
                 self._ops.copy_pages(self._kv[layer], move.source, move.target)
         if step.rows:
+            self._wide = self._wants_all(step)
             self._forward()
         tokens, logprobs, failed, complete = self._choose(step)
         if self._adapters is not None and self._adapters.failed:
@@ -200,33 +218,52 @@ class StepRunner:
         assert step.tokens <= self._capacity, f"{step.tokens} tokens in a step of at most {self._capacity}"
         assert not step.drafts.any(), "this runner has no drafter"
 
+    def _wants_all(self, step: Step) -> bool:
+        """Whether hidden states are wanted of so many tokens that they are best computed for all at once: the last layer's weights are read
+        once then, and not for every group of `head_rows`."""
+        last = int((step.wants == Wants.LAST).sum())
+        more = (step.wants != Wants.LAST) & (step.wants != Wants.NONE)
+        return bool(more.any()) or 2 * last > step.tokens or (last > self._head_rows and 8 * last > step.tokens)
+
     def _forward(self) -> None:
         self._model.backend.plan(self._batch)
-        if self._body is not None:
-            self._body.run()
-        elif self._want_tape:
-            # Recording runs nothing; the first run is a replay like every later one.
-            with self._ops.record() as tape:  # type: ignore[attr-defined]
-                self._hidden = self._model.forward(self._batch)
-            self._body = tape
-            tape.run()
-        else:
-            self._hidden = self._model.forward(self._batch)
+        self._replay(*(("forward", self._forward_ops) if self._wide else ("body", self._body_ops)))
+
+    def _forward_ops(self) -> None:
+        self._hidden = self._model.forward(self._batch)
+
+    def _body_ops(self) -> None:
+        self._stream, self._mixed = self._model.body(self._batch)
 
     def _run_head(self) -> None:
-        if self._head is not None:
-            self._head.run()
-        elif self._want_tape:
-            with self._ops.record() as tape:  # type: ignore[attr-defined]
-                self._head_ops()
-            self._head = tape
-            tape.run()
-        else:
-            self._head_ops()
+        if not self._wide and self._adapters is not None:
+            count = int(self._head_count[0])
+            own = self._ops.host(self._batch.adapters)[self._head_index_host[:count]]
+            self._ops.host(self._head_batch.adapters)[:count] = own
+        self._replay(*(("head", self._head_ops) if self._wide else ("ending", self._ending_ops)))
 
     def _head_ops(self) -> None:
         self._ops.gather_rows(self._hidden, self._head_index, out=self._head_hidden, count=self._head_count)
         self._model.logits(self._head_hidden, out=self._logits, count=self._head_count)
+
+    def _ending_ops(self) -> None:
+        if self._head_mixed is None:
+            self._head_mixed = self._ops.empty((self._head_rows, self._mixed.shape[1]), self._ops.activation)
+        for source, rows in ((self._stream, self._head_hidden), (self._mixed, self._head_mixed)):
+            self._ops.gather_rows(source, self._head_index, out=rows, count=self._head_count)
+        hidden = self._model.ending(self._head_batch, self._head_hidden, self._head_mixed)
+        self._model.logits(hidden, out=self._logits, count=self._head_count)
+
+    def _replay(self, name: str, calls: Callable[[], None]) -> None:
+        """Calls ops, or replays what they were when they were first called."""
+        if not self._want_tape:
+            calls()
+            return
+        if name not in self._tapes:
+            with self._ops.record() as tape:  # type: ignore[attr-defined]
+                calls()  # recording runs nothing: the first run is a replay like every later one
+            self._tapes[name] = tape
+        self._tapes[name].run()
 
     def rest(self) -> None:
         """Gives the memory of keys and values back to the system, where the op set can; addresses stay, contents are lost."""

@@ -105,23 +105,39 @@ class Call:
 
     op: str
     arguments: dict[str, Any]
+    _told: dict[str, frozenset[int]] = field(default_factory=dict, repr=False, compare=False)
+    """What `reads` and `writes` have answered: a plan of 48 layers asks some million times."""
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.arguments[name] = value
+        self._told.clear()
 
-    def reads(self) -> set[int]:
+    def become(self, op: str) -> None:
+        """From now on it is a call of another op, with the same arguments."""
+        self.op = op
+        self._told.clear()
+
+    def copy(self) -> Call:
+        """A call of its own, to be changed."""
+        return Call(self.op, dict(self.arguments), dict(self._told))
+
+    def reads(self) -> frozenset[int]:
         """Addresses of the buffers it reads."""
-        return addresses(self[name] for name in READS[self.op])
+        found = self._told.get("reads")
+        if found is None:
+            found = self._told["reads"] = addresses(self[name] for name in READS[self.op])
+        return found
 
-    def writes(self) -> set[int]:
+    def writes(self) -> frozenset[int]:
         """Addresses of the buffers it writes, live rows whole."""
-        names = WRITES[self.op]
-        if self.op in ADDERS and self["delta"] is None:
-            names = ("out",)
-        return addresses(self[name] for name in names)
+        found = self._told.get("writes")
+        if found is None:
+            names = ("out",) if self.op in ADDERS and self["delta"] is None else WRITES[self.op]
+            found = self._told["writes"] = addresses(self[name] for name in names)
+        return found
 
 
 def address(tensor: Any) -> int:
@@ -129,8 +145,8 @@ def address(tensor: Any) -> int:
     return int(tensor.data_ptr())
 
 
-def addresses(tensors: Iterable[Any]) -> set[int]:
-    return {address(tensor) for tensor in tensors if tensor is not None}
+def addresses(tensors: Iterable[Any]) -> frozenset[int]:
+    return frozenset(address(tensor) for tensor in tensors if tensor is not None)
 
 
 @dataclass
