@@ -120,10 +120,35 @@ def test_fresh_prompts_by_another_kernel_give_the_same_logits(llama: Path, monke
         assert abs(a.top_logprobs[0] - b.top_logprobs[0]) < 0.1
 
 
+@pytest.mark.parametrize(("kind", "deterministic"), [("full", True), ("windowed", False)])
+def test_the_last_layer_ends_for_rows_that_want_a_token(tmp_path: Path, kind: str, deterministic: bool) -> None:
+    """In steps of which few rows want one, chunks among them that want nothing; prompts of which all logprobs are wanted end for all."""
+    folder = write_checkpoint(kind, tmp_path)
+    asked, more = prompts(2, **SHORT), msgspec.structs.replace(LOGPROBS, prompt_logprobs=2)
+    found = []
+    for few in (False, True):
+        tuning = Tuning(multiprocessors=132, few_ends=few)
+        means: dict[str, Any] = {"deterministic": deterministic, "prefix_cache": False, "max_tokens_per_step": 16}
+        with gpu_engine_of(folder, tuning=tuning, **means) as engine:
+            handles = [engine.client.submit(request) for request in requests(engine, asked, LOGPROBS)]
+            handles += [engine.client.submit(request) for request in requests(engine, asked[:1], more, prefix="m")]
+            found.append([list(handle) for handle in handles])
+            kinds = {key[0] for key in engine.client.loop._executor._runner._graphs}
+        assert {"body", "whole"} < kinds
+        assert few == bool(kinds & {"stem", "end"}) == ({"stem", "end"} < kinds)
+    if not deterministic:
+        close_to(found[1], found[0])
+        return
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        for name in ("tokens", "logprobs", "prompt_logprobs"):
+            one, two = (tuple(entry for event in events for entry in getattr(event, name)) for events in (mine, theirs))
+            assert one == two
+
+
 def buckets_of(engine: Any) -> set[Any]:
     """Of the steps that the engine has run with a body."""
     graphs = engine.client.loop._executor._runner._graphs
-    return {key[1] for key in graphs if key[0] in ("body", "whole")}
+    return {key[1] for key in graphs if key[0] in ("body", "stem", "whole")}
 
 
 def close_to(found: list[list[TokensOut]], wanted: list[list[TokensOut]]) -> None:

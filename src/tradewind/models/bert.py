@@ -76,6 +76,8 @@ class BertLayer:
 class Bert:
     """An encoder of BertLayers. `forward` gives the hidden states of every token; there is no head."""
 
+    ends_by_row = False
+
     def __init__(self, build: Build) -> None:
         card = build.card
         self.ops = build.ops

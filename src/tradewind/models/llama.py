@@ -124,6 +124,7 @@ class Llama:
     """
 
     layer_type: Callable[..., Layer] = LlamaLayer
+    ends_by_row = True
 
     def __init__(self, build: Build) -> None:
         card = build.card

@@ -41,6 +41,8 @@ class Model(Protocol):
 
     backend: Backend
     """Attention; its `plan` is called once before each forward."""
+    ends_by_row: bool
+    """Whether there are `body` and `ending`."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states [T, E] after the final norm."""

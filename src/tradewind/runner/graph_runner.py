@@ -245,7 +245,9 @@ class GraphRunner:
                 adapted=adapted,
             )
             bucket = self._cut_over_keys(bucket, step)
-        self._launch(("body", bucket), lambda: self._programs.body(bucket))
+        wanted = bool(((wants == Wants.LAST) | (wants == Wants.NONE)).all())
+        few = self._programs.few_ends and not adapted and wanted and 2 * samples <= total
+        self._launch(("stem" if few else "body", bucket), lambda: self._programs.body(bucket, few=few))
         self._prompt_logprobs(step, flight)
         self._take_hidden(step, flight)
         if not samples:
@@ -263,7 +265,7 @@ class GraphRunner:
             if draw.logprobs >= 0:
                 self._programs.need_raw_logits()
         size = smallest(self._programs.row_sizes, samples)
-        self._launch(("sample", size, draw), lambda: self._programs.sample(size, draw))
+        self._launch(("end" if few else "sample", size, draw), lambda: self._programs.sample(size, draw, few=few))
         if draw.logprobs >= 0:
             self._take_logprobs(flight, draw.logprobs)
 
@@ -328,13 +330,14 @@ class GraphRunner:
             if rows > 1
         ]
         buckets += programs.long_prompts()
-        draw = Draw()
+        draw, few = Draw(), programs.few_ends
+        body, sample = ("stem", "end") if few else ("body", "sample")
         self._ahead.want(
-            (("sample", rows, draw), partial(programs.head, rows), partial(programs.sample, rows, draw))
+            ((sample, rows, draw), partial(programs.head, rows, few=few), partial(programs.sample, rows, draw, few=few))
             for rows in programs.row_sizes
         )
         self._ahead.want(
-            (("body", bucket), partial(programs.program, "body", bucket), partial(programs.body, bucket))
+            ((body, bucket), partial(programs.program, body, bucket), partial(programs.body, bucket, few=few))
             for bucket in buckets
         )
 
@@ -557,14 +560,15 @@ class GraphRunner:
             self._empty_step(("whole", bucket, Draw()), partial(self._programs.whole, bucket, Draw()))
         for size in prompt_sizes:
             bucket = self._programs.mixed(size, self._programs.row_classes[0], fresh=self._programs.fresh)
-            self._empty_step(("body", bucket), partial(self._programs.body, bucket))
+            few = self._programs.few_ends
+            self._empty_step(("stem" if few else "body", bucket), partial(self._programs.body, bucket, few=few))
         self._gpu.settle()
 
     def _empty_step(self, key: Key, run: Callable[[], None]) -> None:
         with self._gpu.working():
             self._programs.ring.host[self._next_turn, 0] = 0
             self._launch(key, run)
-            if key[0] == "body":
+            if key[0] in ("body", "stem"):
                 self._programs.publish(1)
             self._next_turn = (self._next_turn + 1) % kernels.RING
             self._gpu.settle()

@@ -129,7 +129,7 @@ class Preparation:
                 program = self._planned(bucket)
                 if bucket in first:
                     now.add(program)
-            now.add(programs.head(1))
+            now.add(programs.head(1, few=programs.few_ends))
 
         def compile_first() -> None:
             now.run()
@@ -147,7 +147,10 @@ class Preparation:
             # One at a time, in the stream of the steps, which then find zeroed scratch.
             later = _Kernels()
             wanted = [partial(self._planned, bucket) for bucket in ordered]
-            for plan in (*wanted, *(partial(programs.head, size) for size in reversed(many))):
+            heads = [partial(programs.head, size) for size in reversed(many)]
+            if programs.few_ends:
+                heads += [partial(programs.head, size, few=True) for size in reversed(many)]
+            for plan in (*wanted, *heads):
                 with self._gpu.quiet, self._gpu.working():
                     later.add(plan())
                 time.sleep(GIVE_WAY_S)
@@ -183,7 +186,9 @@ class Preparation:
         self._rest = rest
 
     def _planned(self, bucket: Bucket) -> Program:
-        return self._programs.program("whole" if bucket.singles else "body", bucket)
+        return self._programs.program(
+            "whole" if bucket.singles else "stem" if self._programs.few_ends else "body", bucket
+        )
 
     def prepare_rest(self) -> None:
         """Begins to compile, in a thread, what `prepare` left; `prepared` says when that is done. A step that needs one of them waits."""

@@ -7,6 +7,8 @@ what is launched (graph_runner).
     body          fetch, model.forward                                                    ends in hidden states
     sample        gather the rows that want a token, head, draw, publish                  ends in the ring of tokens
     whole         fetch, forward and head in one tape, draw, publish                      where every row has one token and wants the next
+    stem, end     the same as body and sample, but for what follows the last attention,   where few rows want a token (`few_ends`)
+                  which is in the second, for rows that want a token
 """
 
 from __future__ import annotations
@@ -122,6 +124,10 @@ class StepPrograms:
             ops.gather_rows(self.hidden, self._samples.index, out=self._head_rows, count=self._samples_count)
             model.logits(self._head_rows, out=self.logits, count=self._samples_count)
         self.head_tape = tape
+        self.few_ends = ops.tuning.few_ends and model.ends_by_row
+        """Where few of a step's rows want a token, the last layer ends for those alone."""
+        if self.few_ends:
+            self._tapes_of_few_ends(hidden)
         with ops.record() as tape:  # every row has one token and wants the next: nothing to gather
             model.logits(model.forward(self.batch)[:max_running], out=self.logits, count=self._rows_count)
         self.whole_tape = tape
@@ -136,6 +142,23 @@ class StepPrograms:
         ]
         if cut:  # now, because a capture must not allocate
             reserve_for_splits(tape, cut)
+
+    def _tapes_of_few_ends(self, hidden: int) -> None:
+        """Records a step whose last layer ends in the rows that want a token. Nobody in it has an adapter."""
+        rows, count = self.rows, self._samples_count
+        with self.ops.record() as tape:
+            stream, mixed = self.model.body(self.batch)
+        tape.keep(stream)
+        tape.keep(mixed)
+        self.stem_tape = tape
+        some = self.ops.empty((rows, hidden), "f32"), self.ops.empty((rows, mixed.shape[1]), self.ops.activation)
+        nobody = self._gpu.zeros(rows) - 1 if self.adapted else None
+        batch = replace(self.batch, capacity=rows, tokens=count, scratch=Scratch(self.ops), adapters=nobody)
+        with self.ops.record() as tape:
+            for source, target in zip((stream, mixed), some, strict=True):
+                self.ops.gather_rows(source, self._samples.index, out=target, count=count)
+            self.model.logits(self.model.ending(batch, *some), out=self.logits, count=count)
+        self.ending_tape = tape
 
     def _forward_batch(self) -> ForwardBatch:
         """The batch over buffers of fixed address, filled by kernels."""
@@ -226,35 +249,34 @@ class StepPrograms:
         return (*sorted(size for size in sizes if size < self.longest), self.longest)
 
     def program(self, kind: str, bucket: Bucket) -> Program:
-        """The launches of a size, planned when it is first asked for. Kind: "body", "head", "whole". From any thread; what a plan zeroes
-        lies in the caller's stream."""
+        """The launches of a size, planned when it is first asked for. Kind: "body", "head", "whole"; where there are few ends also "stem",
+        "ending". From any thread; what a plan zeroes lies in the caller's stream."""
         program = self._programs.get((kind, bucket))
         if program is None:
             with self._planning:
                 program = self._programs.get((kind, bucket))
                 if program is None:
-                    tape = {"body": self.body_tape, "head": self.head_tape, "whole": self.whole_tape}[kind]
-                    program = self._programs[kind, bucket] = tape.program(bucket)
+                    program = self._programs[kind, bucket] = getattr(self, f"{kind}_tape").program(bucket)
         return program
 
     def plan(self, key: Key) -> None:
         """Plans what a graph of that key holds: a capture must not allocate."""
         kind, size = key[:2]
-        if kind == "sample":
-            self.head(size)
+        if kind in ("sample", "end"):
+            self.head(size, few=kind == "end")
         else:
             self.program(kind, size)
 
-    def head(self, size: int) -> Program:
-        """The head's program for so many rows."""
-        return self.program("head", self.singles(size, 1))
+    def head(self, size: int, *, few: bool = False) -> Program:
+        """The head's program for so many rows; few: with the end of the last layer."""
+        return self.program("ending" if few else "head", self.singles(size, 1))
 
     # ------------------------------------------------------------------------- what a graph holds: launches, nothing else
 
-    def body(self, bucket: Bucket) -> None:
-        """From the header to hidden states."""
+    def body(self, bucket: Bucket, *, few: bool = False) -> None:
+        """From the header to hidden states; few: to what the last attention gives."""
         self.fetch(bucket)
-        self.program("body", bucket).run()
+        self.program("stem" if few else "body", bucket).run()
 
     def fetch(self, bucket: Bucket) -> None:
         """From the header to what the model reads."""
@@ -289,10 +311,10 @@ class StepPrograms:
         """How many leading keys one-token rows share, in the same way."""
         return self.ops.workspace.beside(rows.page_table, "shared", 4)
 
-    def sample(self, size: int, draw: Draw) -> None:
-        """From hidden states to tokens, for the rows that want one."""
+    def sample(self, size: int, draw: Draw, *, few: bool = False) -> None:
+        """From where the body ends to tokens, for the rows that want one."""
         self.lay_out_samples(size, draw)
-        self.head(size).run()
+        self.head(size, few=few).run()
         self.draw(size, draw)
 
     def lay_out_samples(self, size: int, draw: Draw) -> None:

@@ -223,7 +223,12 @@ class StepRunner:
         once then, and not for every group of `head_rows`."""
         last = int((step.wants == Wants.LAST).sum())
         more = (step.wants != Wants.LAST) & (step.wants != Wants.NONE)
-        return bool(more.any()) or 2 * last > step.tokens or (last > self._head_rows and 8 * last > step.tokens)
+        return (
+            not self._model.ends_by_row
+            or bool(more.any())
+            or 2 * last > step.tokens
+            or (last > self._head_rows and 8 * last > step.tokens)
+        )
 
     def _forward(self) -> None:
         self._model.backend.plan(self._batch)

@@ -339,7 +339,8 @@ def fold(planner: Planner) -> None:
                 and planner.untouched(address(glue["out"]), source, readers[0], reads=True)
                 and address(glue["out"]) != address(call["x"])
             ):
-                made.op, made["weight"] = "gated_linear", replace(made["weight"], gated=True)
+                made.become("gated_linear")
+                made["weight"] = replace(made["weight"], gated=True)
                 made["activation"], made["out"] = glue["activation"], glue["out"]
                 gone.append(glue)
     planner.calls = [call for call in planner.calls if not any(call is one for one in gone)]

@@ -138,7 +138,7 @@ class Planner:
         self.workspace: Workspace = ops.workspace
         self.deterministic, self.pdl = ops.deterministic, ops.pdl
         self.bucket, self.fuse = bucket, fuse
-        self.calls = [Call(call.op, dict(call.arguments)) for call in tape.calls]
+        self.calls = [call.copy() for call in tape.calls]
         self.results = tape.results()
         self.launches: list[Launch] = []
         self.held: list[Any] = []

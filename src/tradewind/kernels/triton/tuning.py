@@ -151,6 +151,9 @@ class Tuning:
     split_keys: int = 1024
     """Of no fewer than this a piece is made: its sums, written and read, cost about as much as 400 keys."""
 
+    few_ends: bool = False
+    """Steps of which few rows want a token compute what follows the last layer's attention for those alone. Not measured on a card yet,
+    and the ledger does not know the rows' scratch."""
     stack_latents: bool = True
     """One token: its queries and its latent, made of the same input, are one launch (pair.py)."""
     few_expert_tokens: int = 16
