@@ -11,28 +11,23 @@
 
 In a whole engine: benchmarks/gpu_suite.py --workloads W4,W5, and the same with --way shared_prefix=null --way partly_fresh=null
 --way mixed_rows=[].
-Knows: which candidates are open. Refuses to know: how to time (benchmarks/kernels.py).
+Knows: which candidates are open. Refuses to know: how to time and record (rounds.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
-import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import kernels as base
+import rounds
 import torch
-import triton
-from kernel_rounds import BY_NAME, EIGHT, Candidate
-from kernels import BF16, F32, FP8, Bench, Case, Shape, difference, tag
+from kernel_rounds import BY_NAME, EIGHT
+from kernels import Shape
+from rounds import BF16, F32, FP8, Bench, Case, difference, tag, written
 
 from tradewind.kernels.triton import decode, library, prefill, shared
 from tradewind.kernels.triton.tuning import DEFAULT, DecodeConfig, PrefillConfig, tuned
@@ -57,16 +52,15 @@ class Rows:
         if not bench.dry:
             order = (torch.randperm(COPIES * each, device=bench.device) + 1).int().view(COPIES, each)
             self.tables[:, :, :pages_common] = order[:, None, :pages_common]
-            self.tables[:, :, pages_common : pages_common + pages_own] = order[:, pages_common:].view(
-                COPIES, rows, pages_own
-            )
+            own_pages = order[:, pages_common:].view(COPIES, rows, pages_own)
+            self.tables[:, :, pages_common : pages_common + pages_own] = own_pages
         shape = (COPIES * each + 1, model.kv_heads, PAGE, dim)
         self.k, self.v = (bench.normal(*shape, dtype=kv) for _ in range(2))
         self.q, self.out = bench.normal(rows, model.heads * dim), bench.empty(rows, model.heads * dim)
         lengths = common + torch.arange(rows) % own + 1  # rows have different numbers of keys of their own
         self.lengths = lengths.to(torch.int32).to(bench.device)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=bench.device)
-        self.live = torch.full((1,), rows, dtype=torch.int32, device=bench.device)
+        self.live = bench.full(1, rows)
         self.found = torch.tensor([common, 0, 0, 0], dtype=torch.int32, device=bench.device)
         self.token_bytes = 2 * model.kv_heads * dim * (1 if kv == FP8 else 2)
         self.bytes_off = float(lengths.sum()) * self.token_bytes
@@ -75,9 +69,8 @@ class Rows:
     def keys(self, splits: int, block_n: int) -> decode.SharedKeys:
         m = self.model
         need = shared.shared_parts_floats(self.rows, heads=m.heads, head_dim=m.head_dim, splits=splits)
-        return decode.SharedKeys(
-            found=self.found, parts=self.bench.empty(need, dtype=F32), splits=splits, block_n=block_n
-        )
+        parts = self.bench.empty(need, dtype=F32)
+        return decode.SharedKeys(found=self.found, parts=parts, splits=splits, block_n=block_n)
 
     def first(self, copy: int, keys: decode.SharedKeys, tile: PrefillConfig) -> None:
         """The pass over shared keys."""
@@ -87,7 +80,7 @@ class Rows:
         )  # fmt: skip
 
     def rest(
-        self, copy: int, keys: decode.SharedKeys | None, form: DecodeConfig, out: torch.Tensor, scratch: dict[str, Any]
+        self, copy: int, keys: decode.SharedKeys | None, form: DecodeConfig, scratch: dict[str, Any], out: torch.Tensor
     ) -> None:
         """The ordinary kernel, behind shared keys or over all."""
         decode.paged_decode(
@@ -101,22 +94,18 @@ class Rows:
         return {"workspace": self.bench.empty(need, dtype=F32), "arrived": self.bench.zeros(self.rows * m.kv_heads)}
 
 
-def shared_tiles(now: PrefillConfig) -> list[PrefillConfig]:
-    return [
-        now, replace(now, registers=0), replace(now, stages=3), PrefillConfig(64, 64, 4, 3, True), PrefillConfig(64, 64, 4, 2, True),
-    ]  # fmt: skip
-
-
 REST = [
-    DecodeConfig(1, 64, 4, 3),
-    DecodeConfig(1, 64, 4, 2),
-    DecodeConfig(1, 32, 2, 3),
-    DecodeConfig(2, 64, 4, 3),
-    DecodeConfig(1, 128, 8, 3),
-]
+    DecodeConfig(1, 64, 4, 3), DecodeConfig(1, 64, 4, 2), DecodeConfig(1, 32, 2, 3), DecodeConfig(2, 64, 4, 3), DecodeConfig(1, 128, 8, 3),
+]  # fmt: skip
 
 
-def shared_candidates(bench: Bench) -> Iterator[Candidate]:
+def shared_tiles(now: PrefillConfig) -> list[PrefillConfig]:
+    """Others for the pass over shared keys."""
+    narrow = PrefillConfig(64, 64, 4, 3, True)
+    return [replace(now, registers=0), replace(now, stages=3), narrow, replace(narrow, stages=2)]
+
+
+def shared_cases(bench: Bench) -> Iterator[Case]:
     table = tuned(DEFAULT)
     small = BY_NAME["qwen3-0.6b"]
     for model, rows, common, own, kv in (
@@ -128,84 +117,71 @@ def shared_candidates(bench: Bench) -> Iterator[Candidate]:
         packed = model.heads // model.kv_heads
         form = table.decode(rows, 4096, packed=packed, fp8=kv == FP8)
         scratch = made.scratch(form)
-        calls = [
-            lambda i=i, made=made, form=form, s=scratch: made.rest(i, None, form, made.out, s) for i in range(COPIES)
-        ]
-        yield Candidate(Case("shared", op, f"off: {tag(form)}", calls, bytes=made.bytes_off), off=True)
+        case = partial(Case, "shared", op, bytes=made.bytes_on)
+        calls = [partial(made.rest, i, None, form, scratch, made.out) for i in range(COPIES)]
+        yield Case("shared", op, f"off: {tag(form)}", calls, bytes=made.bytes_off, off=True)
         wanted = None
         if not bench.dry:
             wanted = torch.empty_like(made.out)
-            made.rest(0, None, form, wanted, scratch)
+            made.rest(0, None, form, scratch, wanted)
         now = table.shared_pass(model.head_dim, PAGE)
         if kv == FP8:
             now = replace(now, registers=0)  # as the planner does
 
-        def both(tile, splits, form, made=made, op=op, wanted=wanted, part="both"):
+        def ways(tile, splits, form, which=("both",), made=made, case=case, wanted=wanted):
+            """The pass and what is behind it, or each alone; both are checked."""
             keys, scratch = made.keys(splits, tile.block_n), made.scratch(form)
 
-            def call(i, out):
-                if part != "rest":
-                    made.first(i, keys, tile)
-                if part != "first":
-                    made.rest(i, keys, form, out, scratch)
+            def first(copy):
+                made.first(copy, keys, tile)
 
-            def error():
-                out = torch.full_like(made.out, float("nan"))
-                made.first(0, keys, tile)
-                made.rest(0, keys, form, out, scratch)
-                return difference(out, wanted)
+            def rest(copy, out=made.out):
+                made.rest(copy, keys, form, scratch, out)
 
-            calls = [lambda i=i: call(i, made.out) for i in range(COPIES)]
-            name = {"both": "on: ", "first": "on, the pass: ", "rest": "on, behind it: "}[part]
-            name += (
-                f"{tag(tile)} / {splits} splits"
-                if part == "first"
-                else f"{tag(form)}"
-                if part == "rest"
-                else f"{tag(tile)} / {splits} / {tag(form)}"
-            )
-            return Candidate(Case("shared", op, name, calls, bytes=made.bytes_on, error=error))
+            def both(copy, out=made.out):
+                first(copy)
+                rest(copy, out)
+
+            told = {
+                "both": (f"on: {tag(tile)} / {splits} / {tag(form)}", both),
+                "first": (f"on, the pass: {tag(tile)} / {splits} splits", first),
+                "rest": (f"on, behind it: {tag(form)}", rest),
+            }
+            for name, call in (told[way] for way in which):
+                check = partial(written, partial(both, 0), made.out, wanted)
+                yield case(name, [partial(call, i) for i in range(COPIES)], error=check)
 
         tiles = model.kv_heads * -(-rows * packed // now.block_m)
         best = table.shared_splits(tiles, block_m=now.block_m)
-        yield both(now, best, form)
         if common == 0:  # what the empty pass costs, and the folding of nothing
-            yield both(now, best, form, part="first")
+            yield from ways(now, best, form, ("both", "first"))
             continue
-        yield both(now, best, form, part="first")
-        yield both(now, best, form, part="rest")
-        for tile in shared_tiles(now)[1:]:
-            yield both(tile, best, form, part="first")
+        yield from ways(now, best, form, ("both", "first", "rest"))
+        for tile in shared_tiles(now):
+            yield from ways(tile, best, form, ("first",))
         for splits in {1, 2, 4, 8} - {best}:
-            yield both(now, splits, form)
+            yield from ways(now, splits, form)
         for other in REST:
             if other != form:
-                yield both(now, best, other)
-        lengths, starts = made.lengths, made.starts
+                yield from ways(now, best, other)
         found = bench.zeros(4)
 
-        def find(i, made=made, lengths=lengths, starts=starts, found=found):
+        def find(copy, made=made, found=found):
             shared.find_shared(
-                made.tables[i], lengths, starts, made.live, page_tokens=PAGE, least_rows=24, least_keys=512, found=found, pdl=True
+                made.tables[copy], made.lengths, made.starts, made.live, page_tokens=PAGE, least_rows=24, least_keys=512, found=found,
+                pdl=True,
             )  # fmt: skip
 
         def right(find=find, found=found, common=common):
             find(0)
             return 0.0 if int(found[0]) == common else 1.0
 
-        yield Candidate(
-            Case(
-                "shared",
-                op,
-                "on: how many are shared (once a step)",
-                [lambda i=i, f=find: f(i) for i in range(COPIES)],
-                error=right,
-            )
-        )
+        name = "on: how many are shared (once a step)"
+        yield Case("shared", op, name, [partial(find, i) for i in range(COPIES)], error=right)
         del made
 
 
-def fresh_candidates(bench: Bench) -> Iterator[Candidate]:
+def fresh_cases(bench: Bench) -> Iterator[Case]:
     table = tuned(DEFAULT)
     there = find_spec("fa3_fwd") is not None and not bench.dry
     for model in (EIGHT, BY_NAME["qwen3-0.6b"]):
@@ -247,96 +223,47 @@ def fresh_candidates(bench: Bench) -> Iterator[Candidate]:
             floats = decode.decode_workspace_floats(classes, heads=heads, head_dim=dim, splits=form.splits)
             work, arrived = bench.empty(floats, dtype=F32), bench.zeros(classes * groups)
             rows: dict[str, Any] = {
-                "query_start": starts[: classes + 1],
-                "lengths": long[:classes],
-                "page_table": page_table[:classes],
-                "rows": live,
-            }
-            rows |= {"heads": heads, "scale": dim**-0.5}
+                "query_start": starts[: classes + 1], "lengths": long[:classes], "page_table": page_table[:classes], "rows": live,
+                "heads": heads, "scale": dim**-0.5, "pdl": True,
+            }  # fmt: skip
+            decoding = partial(decode.paged_decode, q, k, v, config=form, workspace=work, arrived=arrived, **rows)
+            paged = partial(prefill.paged_prefill, q, k, v, singles=False, config=tile, **rows)
+            fresh = partial(
+                library.fresh_attention,
+                q,
+                qkv,
+                rows["query_start"],
+                heads=heads,
+                kv_heads=groups,
+                scale=dim**-0.5,
+                softcap=None,
+            )
 
-            def run(
-                out,
-                way,
-                rows=rows,
-                form=form,
-                work=work,
-                arrived=arrived,
-                q=q,
-                k=k,
-                v=v,
-                qkv=qkv,
-                begun=begun,
-                groups=groups,
-                tile=tile,
-            ):
+            def run(way, out, fresh=fresh, paged=paged, decoding=decoding, begun=begun[:classes]):
                 if way != "paged":
-                    library.fresh_attention(
-                        q, qkv, rows["query_start"], heads=rows["heads"], kv_heads=groups, scale=rows["scale"], softcap=None,
-                        begun=begun[: len(rows["lengths"])] if way == "some" else None, out=out,
-                    )  # fmt: skip
+                    fresh(begun=begun if way == "some" else None, out=out)
                 if way != "all":
-                    prefill.paged_prefill(
-                        q, k, v, singles=False, begun=way == "paged", config=tile, out=out, pdl=True, **rows
-                    )
-                decode.paged_decode(q, k, v, config=form, workspace=work, arrived=arrived, out=out, pdl=True, **rows)
+                    paged(begun=way == "paged", out=out)
+                decoding(out=out)
 
-            def again(run=run, q=q, found=found):
+            def error(way, run=run, q=q, found=found):
                 """Against the paged kernels in a grid for all rows; FlashAttention gives p to the second product as bf16, as ours does."""
                 out = torch.full_like(q, float("nan"))
-                run(out, "some")
-                return difference(out, found["off"])
+                run(way, out)
+                return difference(out, found.setdefault("off", out))
 
-            def alike(run=run, q=q, found=found):
-                out = torch.full_like(q, float("nan"))
-                run(out, "paged")
-                found.setdefault("off", out)
-                return difference(out, found["off"])
-
-            target = bench.empty(*q.shape)
-            name = f"grid of {classes} rows"
-            case = Case(
-                "fresh",
-                op,
-                f"off: paged, {name}",
-                [lambda run=run, o=target: run(o, "paged")],
-                flops=flops,
-                error=alike,
-            )
-            yield Candidate(case, off=classes == most)
+            target, name = bench.empty(*q.shape), f"grid of {classes} rows"
+            case = partial(Case, "fresh", op, flops=flops)
+            calls, check = [partial(run, "paged", target)], partial(error, "paged")
+            yield case(f"off: paged, {name}", calls, error=check, off=classes == most)
             if bench.dry:
-                yield Candidate(
-                    Case(
-                        "fresh",
-                        op,
-                        name,
-                        [
-                            lambda r=rows, q=q, k=k, v=v, o=target, t=tile: prefill.paged_prefill(
-                                q, k, v, singles=False, begun=False, config=t, out=o, pdl=True, **r
-                            )
-                        ],
-                    )
-                )
+                yield Case("fresh", op, name, [partial(paged, begun=False, out=target)])
             if there:
-                case = Case(
-                    "fresh",
-                    op,
-                    f"on: FA3 for a part, {name}",
-                    [lambda run=run, o=target: run(o, "some")],
-                    flops=flops,
-                    error=again,
-                )
-                yield Candidate(case)
-                case = Case(
-                    "fresh",
-                    op,
-                    f"wrong, for scale: FA3 for all, {name}",
-                    [lambda run=run, o=target: run(o, "all")],
-                    flops=flops,
-                )
-                yield Candidate(case)
+                yield case(f"on: FA3 for a part, {name}", [partial(run, "some", target)], error=partial(error, "some"))
+                yield case(f"wrong, for scale: FA3 for all, {name}", [partial(run, "all", target)])
 
 
-def grids_candidates(bench: Bench) -> Iterator[Candidate]:
+def grids_cases(bench: Bench) -> Iterator[Case]:
     table = tuned(DEFAULT)
     for model in (EIGHT, BY_NAME["qwen3-0.6b"]):
         heads, groups, dim = model.heads, model.kv_heads, model.head_dim
@@ -359,54 +286,26 @@ def grids_candidates(bench: Bench) -> Iterator[Candidate]:
                     forms += [DecodeConfig(8, 64, 4, 3), DecodeConfig(16, 64, 4, 3)]
                 for form in forms:
                     floats = decode.decode_workspace_floats(classes, heads=heads, head_dim=dim, splits=form.splits)
-                    work, arrived = bench.empty(floats, dtype=F32), bench.zeros(classes * groups)
-
-                    def run(
-                        q=q,
-                        k=k,
-                        v=v,
-                        form=form,
-                        work=work,
-                        arrived=arrived,
-                        classes=classes,
-                        out=out,
-                        dim=dim,
-                        heads=heads,
-                        starts=starts,
-                        lengths=lengths,
-                        table=page_table,
-                        live=live,
-                    ):
-                        decode.paged_decode(
-                            q, k, v, lengths=lengths[:classes], page_table=table[:classes], query_start=starts[: classes + 1], rows=live,
-                            heads=heads, scale=dim**-0.5, out=out, config=form, workspace=work, arrived=arrived, pdl=True,
-                        )  # fmt: skip
-
+                    call = partial(
+                        decode.paged_decode, q, k, v, lengths=lengths[:classes], page_table=page_table[:classes],
+                        query_start=starts[: classes + 1], rows=live, heads=heads, scale=dim**-0.5, out=out, config=form,
+                        workspace=bench.empty(floats, dtype=F32), arrived=bench.zeros(classes * groups), pdl=True,
+                    )  # fmt: skip
                     amount = 2.0 * 2 * live_rows * length * groups * dim
-                    op = f"{model.name} {live_rows} rows of {length}"
-                    yield Candidate(
-                        Case("grids", op, f"grid of {classes}, {tag(form)}", [run] * 4, bytes=amount),
-                        off=classes == 512,
-                    )
+                    op, name = f"{model.name} {live_rows} rows of {length}", f"grid of {classes}, {tag(form)}"
+                    yield Case("grids", op, name, [call] * 4, bytes=amount, off=classes == 512)
 
 
-LENGTHS_FORMS = (
-    DecodeConfig(1, 64, 4, 2),
-    DecodeConfig(1, 64, 4, 3),
-    DecodeConfig(1, 64, 4, 4),
-    DecodeConfig(1, 64, 2, 3),
-    DecodeConfig(1, 64, 8, 3),
-    DecodeConfig(1, 32, 2, 3),
-    DecodeConfig(1, 32, 2, 4),
-    DecodeConfig(1, 32, 4, 4),
-    DecodeConfig(1, 128, 4, 3),
-    DecodeConfig(1, 128, 8, 2),
-    DecodeConfig(1, 128, 8, 3),
-    DecodeConfig(2, 64, 4, 3),
-)
+LENGTHS_FORMS = [
+    DecodeConfig(*form)
+    for form in (
+        (1, 64, 4, 2), (1, 64, 4, 3), (1, 64, 4, 4), (1, 64, 2, 3), (1, 64, 8, 3), (1, 32, 2, 3), (1, 32, 2, 4), (1, 32, 4, 4),
+        (1, 128, 4, 3), (1, 128, 8, 2), (1, 128, 8, 3), (2, 64, 4, 3),
+    )
+]  # fmt: skip
 
 
-def lengths_candidates(bench: Bench) -> Iterator[Candidate]:
+def lengths_cases(bench: Bench) -> Iterator[Case]:
     """Decoding rows of one length, and of all lengths up to one: a short row gives a program little to hide its beginning and end."""
     table = tuned(DEFAULT)
     for model in (BY_NAME["qwen3-0.6b"], EIGHT):
@@ -418,9 +317,8 @@ def lengths_candidates(bench: Bench) -> Iterator[Candidate]:
             drawn = torch.linspace(least, most, count).round().int()[torch.randperm(count)]
             pages = -(-most // PAGE)
             width = -(-pages // 4) * 4
-            copies = max(
-                1, min(8, (300 << 20) // (4 * int(drawn.sum()) * groups * dim))
-            )  # what comes again is not in the L2
+            # What comes again is not in the L2.
+            copies = max(1, min(8, (300 << 20) // (4 * int(drawn.sum()) * groups * dim)))
             total = copies * count * pages + 1
             tables = bench.zeros(copies, count, width)
             if not bench.dry:
@@ -429,97 +327,34 @@ def lengths_candidates(bench: Bench) -> Iterator[Candidate]:
             k, v = (bench.normal(total, groups, PAGE, dim) for _ in range(2))
             q, out = bench.normal(count, heads * dim), bench.empty(count, heads * dim)
             lengths = drawn.to(bench.device)
-            rows = torch.full((1,), count, dtype=torch.int32, device=bench.device)
+            rows = bench.full(1, count)
             off = table.decode(count, 4096, packed=heads // groups)
-            for form in (off, *(form for form in LENGTHS_FORMS if form != off)):
+            op = f"{model.name} B={count} of {least if least == most else f'{least}-{most}'}"
+            amount = 2.0 * 2 * float(drawn.sum()) * groups * dim
+            for form in dict.fromkeys([off, *LENGTHS_FORMS]):
                 floats = decode.decode_workspace_floats(count, heads=heads, head_dim=dim, splits=form.splits)
-                work, arrived = bench.empty(floats, dtype=F32), bench.zeros(count * groups)
-
-                def run(copy, q=q, k=k, v=v, out=out, form=form, work=work, arrived=arrived, tables=tables, lengths=lengths, rows=rows,
-                        heads=heads, dim=dim):  # fmt: skip
-                    decode.paged_decode(
-                        q, k, v, lengths=lengths, page_table=tables[copy], heads=heads, scale=dim**-0.5, out=out, rows=rows,
-                        config=form, workspace=work, arrived=arrived, pdl=True,
-                    )  # fmt: skip
-
-                runs = [functools.partial(run, copy % copies) for copy in range(max(4, copies))]
-                amount = 2.0 * 2 * float(drawn.sum()) * groups * dim
-                op = f"{model.name} B={count} of {least if least == most else f'{least}-{most}'}"
-                yield Candidate(Case("lengths", op, tag(form), runs, bytes=amount), off=form == off)
+                call = partial(
+                    decode.paged_decode, q, k, v, lengths=lengths, heads=heads, scale=dim**-0.5, out=out, rows=rows, config=form,
+                    workspace=bench.empty(floats, dtype=F32), arrived=bench.zeros(count * groups), pdl=True,
+                )  # fmt: skip
+                calls = [partial(call, page_table=tables[copy % copies]) for copy in range(max(4, copies))]
+                yield Case("lengths", op, tag(form), calls, bytes=amount, off=form == off)
 
 
-GROUPS: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
-    "fresh": fresh_candidates,
-    "grids": grids_candidates,
-    "lengths": lengths_candidates,
-    "shared": shared_candidates,
+GROUPS: dict[str, Callable[[Bench], Iterator[Case]]] = {
+    "fresh": fresh_cases,
+    "grids": grids_cases,
+    "lengths": lengths_cases,
+    "shared": shared_cases,
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="shared,fresh,grids,lengths")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--shards", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    began = time.perf_counter()
-    if args.dry:
-        base.dry_driver()
-    compiling = args.dry or args.shard is not None
-    bench = Bench(device="cpu" if args.dry else "cuda", dry=compiling)
-    candidates = (candidate for group in args.only.split(",") for candidate in GROUPS[group](bench))
-    if compiling:
-        failed = seen = 0
-        for index, candidate in enumerate(candidates):
-            if args.shard is not None and index % args.shards != args.shard:
-                continue
-            seen += 1
-            try:
-                candidate.case.calls[0]()
-            except Exception as problem:
-                failed += 1
-                print(
-                    f"{candidate.case.op} {candidate.case.candidate}: {type(problem).__name__}: {str(problem)[:300]}",
-                    flush=True,
-                )
-        print(f"compiled {seen} candidates, {failed} failed, in {time.perf_counter() - began:.0f} s", flush=True)
-        sys.exit(1 if failed else 0)
-    if args.shards:
-        words = [sys.executable, __file__, *sys.argv[1:]]
-        running = [subprocess.Popen([*words, "--shard", str(i)], stdout=subprocess.DEVNULL) for i in range(args.shards)]
-        for process in running:
-            process.wait()
-        print(f"# compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    limits = base.ceilings()
-    print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
+def main() -> int:
+    args = rounds.parser(__doc__, groups=GROUPS, default="shared,fresh,grids,lengths", best=99).parse_args()
     if find_spec("fa3_fwd") is None:
         print("# fa3-fwd is not installed: FlashAttention 3 is left out", flush=True)
-    rows: list[dict[str, Any]] = []
-    off: dict[str, float] = {}
-    for candidate in candidates:
-        row = asdict(base.measured(candidate.case, limits)) | {"off": candidate.off}
-        if candidate.off:
-            off[row["op"]] = row["us"]
-        row["times_faster"] = off[row["op"]] / row["us"] if row["us"] and row["op"] in off else None
-        rows.append(row)
-        faster = "" if candidate.off or row["times_faster"] is None else f"{row['times_faster']:6.2f}x"
-        error = "" if row["error"] is None else f"error {row['error']:.1e}"
-        print(
-            f"{row['op']:44} {row['candidate']:62} {row['us']:9.2f} us {faster:8} {row['gb_per_s']:6.0f} GB/s "
-            f"{row['tflop_per_s']:6.1f} TF/s {error} {row['note']}",
-            flush=True,
-        )
-        if args.out:
-            record = {
-                "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-                "command": " ".join(["python", "benchmarks/attention_rounds.py", *sys.argv[1:]]), "ceilings": limits, "ops": rows,
-                "seconds": time.perf_counter() - began,
-            }  # fmt: skip
-            args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"# {len(rows)} candidates in {time.perf_counter() - began:.0f} s", flush=True)
+    return rounds.run(args, partial(rounds.of_groups, GROUPS, args.only))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

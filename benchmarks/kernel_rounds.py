@@ -10,24 +10,21 @@
     medium    128 and 256 input rows: tiles against cuBLAS and what must follow it
     few       8 to 64 input rows: tiles with more or fewer blocks under way
 
-Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py, which also measures everything else).
+Knows: which candidates are open. Refuses to know: how to time and record (rounds.py). Everything else is measured by kernels.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import kernels as base
+import rounds
 import torch
-import triton
-from kernels import BF16, F32, FP8, MODELS, Bench, Case, Shape, difference, tag
+from kernels import MODELS, Shape, StepRun
+from rounds import BF16, F32, FP8, Bench, Case, copies, tag, written
 
 from tradewind.kernels.triton import decode, elementwise, library, prefill, skinny
 from tradewind.kernels.triton import sample as sampling
@@ -35,16 +32,6 @@ from tradewind.kernels.triton.tuning import DEFAULT, DecodeConfig, GemvConfig, P
 
 BY_NAME = {model.name: model for model in MODELS}
 EIGHT = BY_NAME["llama-3.1-8b"]
-
-
-@dataclass
-class Candidate:
-    """A case with its constants, so that the whole steps can use the best ones. off: what the table of constants says now."""
-
-    case: Case
-    config: object = None
-    off: bool = False
-    key: tuple = field(default=())
 
 
 # ------------------------------------------------------------------------------------------------------------- matmuls
@@ -58,55 +45,57 @@ def layer_matrices(model: Shape) -> list[tuple[str, int, int, bool]]:
 
 def weights_of(bench: Bench, rows: int, depth: int, *, fp8: bool, most: int = 64) -> list[tuple]:
     """Enough (weight, scale) pairs to defeat the L2."""
-    count = base.copies(rows * depth * (1 if fp8 else 2), most=most)
+    count = copies(rows * depth * (1 if fp8 else 2), most=most)
     made = [bench.normal(rows, depth, scale=depth**-0.5) for _ in range(count)]
     return [base.fp8_weight(bench, w) if fp8 else (w, None) for w in made]
 
 
+def inputs(bench: Bench, rows: int, depth: int, *, fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(input, its scales)."""
+    x = bench.normal(rows, depth)
+    return base.fp8_weight(bench, x) if fp8 else (x, None)
+
+
+def values(pair: tuple) -> torch.Tensor:
+    """float32 of what is stored with or without scales by row."""
+    return pair[0].float() if pair[1] is None else pair[0].float() * pair[1][:, None]
+
+
 def product(x: torch.Tensor, pair: tuple, *, gated: bool) -> torch.Tensor:
-    """The truth in float32 from the same stored weights."""
-    weight = pair[0].float() if pair[1] is None else pair[0].float() * pair[1][:, None]
-    y = x.double() @ weight.double().T
-    half = len(weight) // 2
+    """The truth in float64 from the same stored weights."""
+    y = x.double() @ values(pair).double().T
+    half = len(pair[0]) // 2
     return torch.nn.functional.silu(y[:, :half]) * y[:, half:] if gated else y
 
 
-def fixed_candidates(bench: Bench) -> Iterator[Candidate]:
+def with_residual(call: Callable[..., object], like: torch.Tensor, truth: torch.Tensor) -> float:
+    """The error where the call adds to what is there."""
+    begin = torch.randn_like(like)
+    return written(partial(call, residual=begin), like, truth + begin.double())
+
+
+def fixed_cases(bench: Bench) -> Iterator[Case]:
     tiles = [
-        skinny.FIXED,
-        TileConfig(64, 64, 64, 1, 4, 4),
-        TileConfig(64, 128, 64, 1, 4, 4),
-        TileConfig(64, 128, 128, 1, 8, 3),
+        skinny.FIXED, TileConfig(64, 64, 64, 1, 4, 4), TileConfig(64, 128, 64, 1, 4, 4), TileConfig(64, 128, 128, 1, 8, 3),
         TileConfig(32, 64, 128, 1, 4, 4),
-    ]
+    ]  # fmt: skip
     for name, features, depth, gated in layer_matrices(EIGHT):
         if name == "qkv":
             continue
         rows_w = features * (2 if gated else 1)
         pairs = weights_of(bench, rows_w, depth, fp8=False, most=8)
         for rows in (1, 32, 256, 4096):
-            x = bench.normal(rows, depth)
-            out = bench.empty(rows, features)
-            truth = None if bench.dry or rows > 256 else product(x.float(), pairs[0], gated=gated)
-            op = f"fixed {name} M={rows}"
+            x, out = bench.normal(rows, depth), bench.empty(rows, features)
+            truth = None if bench.dry or rows > 256 else product(x, pairs[0], gated=gated)
             amount, flops = rows_w * depth * 2.0, 2.0 * rows * rows_w * depth
+            case = partial(Case, "fixed", f"fixed {name} M={rows}", bytes=amount, flops=flops)
             if not bench.dry:
                 both = bench.empty(rows, rows_w)
-                calls = [lambda w=w, x=x, o=both: torch.mm(x, w.T, out=o) for w, _ in pairs]
-                yield Candidate(Case("fixed", op, "cublas, no epilogue", calls, bytes=amount, flops=flops), off=True)
+                yield case("cublas, no epilogue", [partial(torch.mm, x, w.T, out=both) for w, _ in pairs], off=True)
             for tile in tiles:
-
-                def call(w, target, x=x, gated=gated, tile=tile):
-                    skinny.fixed_linear(x, w, out=target, gated=gated, tile=tile, pdl=True)
-
-                def error(call=call, w=pairs[0][0], out=out, truth=truth):
-                    target = torch.full_like(out, float("nan"))
-                    call(w, target)
-                    return difference(target, truth)
-
-                calls = [lambda w=w, call=call, out=out: call(w, out) for w, _ in pairs]
-                check = error if truth is not None else None
-                yield Candidate(Case("fixed", op, tag(tile), calls, bytes=amount, flops=flops, error=check), tile)
+                call = partial(skinny.fixed_linear, x, gated=gated, tile=tile, pdl=True)
+                check = None if truth is None else partial(written, partial(call, pairs[0][0]), out, truth)
+                yield case(tag(tile), [partial(call, w, out=out) for w, _ in pairs], error=check)
 
 
 def medium_matrices() -> list[tuple[str, str, int, int, bool, bool]]:
@@ -138,50 +127,41 @@ def medium_tiles(rows: int, outputs: int, *, gated: bool, fp8: bool) -> list[Til
     return tiles
 
 
-def medium_candidates(bench: Bench) -> Iterator[Candidate]:
+def library_whole(
+    weight: torch.Tensor, scale: torch.Tensor | None, *, x: torch.Tensor, x_scale: torch.Tensor | None, out: torch.Tensor,
+    both: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """The library's matmul, and SwiGLU of it where gate and up are asked `both`."""
+    target = out if both is None else both
+    if x_scale is None:
+        library.matmul(x, weight, out=target)
+    else:
+        library.scaled_matmul(x, x_scale, weight, scale, out=target)
+    if both is not None:
+        elementwise.gated_activation(both, out=out, activation="silu", pdl=True)
+
+
+def medium_cases(bench: Bench) -> Iterator[Case]:
     for model, name, features, depth, gated, fp8 in medium_matrices():
         rows_w = features * (2 if gated else 1)
         pairs = weights_of(bench, rows_w, depth, fp8=fp8, most=24)
         for rows in (128, 256):
-            x, x_scale = bench.normal(rows, depth), None
-            if fp8:
-                x, x_scale = base.fp8_weight(bench, x)
-            out, both = bench.empty(rows, features), bench.empty(rows, rows_w)
-            truth = None
-            if not bench.dry:
-                wide = x.float() if x_scale is None else x.float() * x_scale[:, None]
-                truth = product(wide, pairs[0], gated=gated)
-            op = f"{model} {name} M={rows}" + (" fp8" if fp8 else "")
+            x, x_scale = inputs(bench, rows, depth, fp8=fp8)
+            out, both = bench.empty(rows, features), bench.empty(rows, rows_w) if gated else None
+            truth = None if bench.dry else product(values((x, x_scale)), pairs[0], gated=gated)
             amount, flops = pairs[0][0].numel() * pairs[0][0].element_size(), 2.0 * rows * rows_w * depth
+            case = partial(Case, "medium", f"{model} {name} M={rows}{' fp8' if fp8 else ''}", bytes=amount, flops=flops)
             if not bench.dry:
-
-                def whole(pair, x=x, x_scale=x_scale, out=out, both=both, gated=gated):
-                    target = both if gated else out
-                    if x_scale is None:
-                        library.matmul(x, pair[0], out=target)
-                    else:
-                        library.scaled_matmul(x, x_scale, pair[0], pair[1], out=target)
-                    if gated:
-                        elementwise.gated_activation(both, out=out, activation="silu", pdl=True)
-
-                calls = [lambda pair=pair, whole=whole: whole(pair) for pair in pairs]
+                whole = partial(library_whole, x=x, x_scale=x_scale, out=out, both=both)
                 how = "cublas and activation" if gated else "cublas"
-                yield Candidate(Case("medium", op, how, calls, bytes=amount, flops=flops), off=True)
+                yield case(how, [partial(whole, *pair) for pair in pairs], off=True)
+            residual = None if gated or name == "qkv" else torch.zeros_like(out)
             for tile in medium_tiles(rows, features, gated=gated, fp8=fp8):
-                residual = None if gated or name == "qkv" else torch.zeros_like(out)
-
-                def call(pair, target, x=x, x_scale=x_scale, gated=gated, tile=tile, residual=residual):
-                    skinny.fixed_linear(
-                        x, pair[0], scale=pair[1], x_scale=x_scale, out=target, gated=gated, residual=residual, tile=tile, pdl=True
-                    )  # fmt: skip
-
-                def error(call=call, pair=pairs[0], out=out, truth=truth):
-                    target = torch.full_like(out, float("nan"))
-                    call(pair, target)
-                    return difference(target, truth)
-
-                calls = [lambda pair=pair, call=call, out=out: call(pair, out) for pair in pairs]
-                yield Candidate(Case("medium", op, tag(tile), calls, bytes=amount, flops=flops, error=error), tile)
+                call = partial(
+                    skinny.fixed_linear, x, x_scale=x_scale, gated=gated, residual=residual, tile=tile, pdl=True
+                )
+                check = partial(written, partial(call, pairs[0][0], scale=pairs[0][1]), out, truth)
+                yield case(tag(tile), [partial(call, w, scale=s, out=out) for w, s in pairs], error=check)
 
 
 def few_tiles(now: TileConfig, depth: int, *, fp8: bool) -> list[TileConfig]:
@@ -189,13 +169,8 @@ def few_tiles(now: TileConfig, depth: int, *, fp8: bool) -> list[TileConfig]:
     shapes = [(64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 256, 4, 3), (128, 128, 4, 4)]
     if fp8:
         shapes = [
-            (64, 128, 4, 6),
-            (64, 128, 4, 8),
-            (64, 256, 4, 4),
-            (64, 256, 4, 5),
-            (128, 128, 4, 4),
-            (128, 128, 4, 6),
-        ]
+            (64, 128, 4, 6), (64, 128, 4, 8), (64, 256, 4, 4), (64, 256, 4, 5), (128, 128, 4, 4), (128, 128, 4, 6),
+        ]  # fmt: skip
     found = [
         TileConfig(now.bm, bn, bk, split, warps, stages)
         for bn, bk, warps, stages in shapes
@@ -205,7 +180,7 @@ def few_tiles(now: TileConfig, depth: int, *, fp8: bool) -> list[TileConfig]:
     return [now, *(tile for tile in found if tile != now)]
 
 
-def few_candidates(bench: Bench) -> Iterator[Candidate]:
+def few_cases(bench: Bench) -> Iterator[Case]:
     for model, fp8, sizes in (
         (EIGHT, False, (64,)), (EIGHT, True, (8, 32, 64)), (BY_NAME["qwen3-0.6b"], False, (8, 64)),
     ):  # fmt: skip
@@ -216,46 +191,22 @@ def few_candidates(bench: Bench) -> Iterator[Candidate]:
                 now = tuned(DEFAULT).tile(rows, rows_w, depth, fp8=fp8)
                 if now is None:
                     continue
-                x, x_scale = bench.normal(rows, depth), None
-                if fp8:
-                    x, x_scale = base.fp8_weight(bench, x)
+                x, x_scale = inputs(bench, rows, depth, fp8=fp8)
                 out = bench.empty(rows, features)
-                truth = None
-                if not bench.dry:
-                    truth = product(
-                        x.float() if x_scale is None else x.float() * x_scale[:, None], pairs[0], gated=gated
-                    )
+                truth = None if bench.dry else product(values((x, x_scale)), pairs[0], gated=gated)
                 residual = None if gated or name == "qkv" else torch.zeros_like(out)
+                op = f"{model.name} {name} M={rows}" + (" fp8" if fp8 else "")
+                amount, flops = pairs[0][0].numel() * pairs[0][0].element_size(), 2.0 * rows * rows_w * depth
                 for tile in few_tiles(now, depth, fp8=fp8):
                     need = skinny.workspace_floats(features, config=tile, gated=gated)
                     work, arrived = bench.empty(need, dtype=F32), bench.zeros(-(-rows_w // tile.bn))
-
-                    def call(
-                        pair,
-                        target,
-                        x=x,
-                        x_scale=x_scale,
-                        gated=gated,
-                        tile=tile,
-                        residual=residual,
-                        work=work,
-                        arrived=arrived,
-                    ):
-                        skinny.skinny_linear(
-                            x, pair[0], scale=pair[1], x_scale=x_scale, out=target, gated=gated, residual=residual, config=tile,
-                            workspace=work, arrived=arrived, pdl=True,
-                        )  # fmt: skip
-
-                    def error(call=call, pair=pairs[0], out=out, truth=truth):
-                        target = torch.full_like(out, float("nan"))
-                        call(pair, target)
-                        return difference(target, truth)
-
-                    calls = [lambda pair=pair, call=call, out=out: call(pair, out) for pair in pairs]
-                    amount, flops = pairs[0][0].numel() * pairs[0][0].element_size(), 2.0 * rows * rows_w * depth
-                    op = f"{model.name} {name} M={rows}" + (" fp8" if fp8 else "")
-                    case = Case("few", op, tag(tile), calls, bytes=amount, flops=flops, error=error)
-                    yield Candidate(case, tile, tile == now)
+                    call = partial(
+                        skinny.skinny_linear, x, x_scale=x_scale, gated=gated, residual=residual, config=tile, workspace=work,
+                        arrived=arrived, pdl=True,
+                    )  # fmt: skip
+                    calls = [partial(call, w, scale=s, out=out) for w, s in pairs]
+                    check = partial(written, partial(call, pairs[0][0], scale=pairs[0][1]), out, truth)
+                    yield Case("few", op, tag(tile), calls, bytes=amount, flops=flops, error=check, off=tile == now)
 
 
 def onerow_configs(name: str) -> list[GemvConfig]:
@@ -285,7 +236,7 @@ def normed_configs(now: GemvConfig) -> list[GemvConfig]:
     ]  # fmt: skip
 
 
-def onerow_candidates(bench: Bench) -> Iterator[Candidate]:
+def onerow_cases(bench: Bench) -> Iterator[Case]:
     every = [(EIGHT, True, matrix) for matrix in layer_matrices(EIGHT)]
     every += [(m, False, matrix) for m in MODELS for matrix in layer_matrices(m) if matrix[0] in ("qkv", "gate_up")]
     for model, fp8, (name, features, depth, gated) in every:
@@ -299,32 +250,17 @@ def onerow_candidates(bench: Bench) -> Iterator[Candidate]:
             if gain is not None:
                 xs = xs * torch.rsqrt(xs.square().mean(1, keepdim=True) + 1e-5) * gain.double()
             truth = product(xs, pairs[0], gated=gated)
+        residual, judge = (out, with_residual) if gain is None else (None, written)
+        amount = pairs[0][0].numel() * pairs[0][0].element_size()
+        op, key = f"{model.name} {name}" + (" fp8" if fp8 else ""), ("onerow", model.name, fp8, name)
         now = tuned(DEFAULT).gemv(features, depth, fp8=fp8)
-        for config in (now, *(c for c in (onerow_configs(name) if fp8 else normed_configs(now)) if c != now)):
-
-            def call(pair, target, residual, config=config, x=x, gain=gain, gated=gated):
-                skinny.skinny_linear(
-                    x, pair[0], scale=pair[1], out=target, norm=gain, eps=1e-5, gated=gated, residual=residual, config=config, pdl=True
-                )  # fmt: skip
-
-            def error(call=call, pair=pairs[0], truth=truth, out=out, gain=gain):
-                target = torch.full_like(out, float("nan"))
-                begin = torch.randn_like(out) if gain is None else None
-                call(pair, target, begin)
-                return difference(target, truth if begin is None else truth + begin.double())
-
-            residual = out if gain is None else None
-            calls = [lambda pair=pair, call=call, out=out, r=residual: call(pair, out, r) for pair in pairs]
-            amount = pairs[0][0].numel() * pairs[0][0].element_size()
-            case = Case(
-                "onerow",
-                f"{model.name} {name}" + (" fp8" if fp8 else ""),
-                tag(config),
-                calls,
-                bytes=amount,
-                error=error,
+        for config in dict.fromkeys([now, *(onerow_configs(name) if fp8 else normed_configs(now))]):
+            call = partial(skinny.skinny_linear, x, norm=gain, eps=1e-5, gated=gated, config=config, pdl=True)
+            calls = [partial(call, w, scale=s, out=out, residual=residual) for w, s in pairs]
+            check = partial(judge, partial(call, pairs[0][0], scale=pairs[0][1]), out, truth)
+            yield Case(
+                "onerow", op, tag(config), calls, bytes=amount, error=check, off=config == now, config=config, key=key
             )
-            yield Candidate(case, config, config == now, ("onerow", model.name, fp8, name))
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
@@ -347,19 +283,12 @@ def rows_configs(batch: int, *, fp8: bool) -> list[DecodeConfig]:
         shapes = [(1, 64, 4, 3), (1, 64, 4, 5), (1, 64, 4, 7), (1, 128, 8, 5), (1, 32, 2, 7)]
     if fp8 and batch > 1:
         shapes = [
-            (1, 64, 4, 3),
-            (1, 64, 4, 5),
-            (1, 64, 4, 7),
-            (1, 64, 8, 5),
-            (1, 128, 8, 5),
-            (1, 128, 4, 5),
-            (1, 32, 2, 7),
-            (1, 32, 4, 7),
-        ]
+            (1, 64, 4, 3), (1, 64, 4, 5), (1, 64, 4, 7), (1, 64, 8, 5), (1, 128, 8, 5), (1, 128, 4, 5), (1, 32, 2, 7), (1, 32, 4, 7),
+        ]  # fmt: skip
     return [DecodeConfig(*shape) for shape in shapes]
 
 
-def rows_candidates(bench: Bench) -> Iterator[Candidate]:
+def rows_cases(bench: Bench) -> Iterator[Case]:
     context, page = 1024, 64
     for model, batches in ((EIGHT, (1, 8, 32, 64, 256)), (BY_NAME["qwen3-0.6b"], (8, 32, 256))):
         for batch, kv in [(b, kv) for b in batches for kv in (BF16, FP8)]:
@@ -367,113 +296,76 @@ def rows_candidates(bench: Bench) -> Iterator[Candidate]:
                 continue
             heads, groups, dim = model.heads, model.kv_heads, model.head_dim
             each = 2 * context * groups * dim * (1 if kv == FP8 else 2)
-            count = base.copies(each * batch, most=32)
+            count = copies(each * batch, most=32)
             table, total = bench.table(batch * count, context // page)
+            tables = table.split(batch)
             k, v = (bench.normal(total, groups, page, dim, dtype=kv) for _ in range(2))
             q, out = bench.normal(batch, heads * dim), bench.empty(batch, heads * dim)
-            lengths = torch.full((batch,), context - 3, dtype=torch.int32, device=bench.device)
+            lengths = bench.full(batch, context - 3)
             starts = torch.arange(batch + 1, dtype=torch.int32, device=bench.device)
             some = sorted({0, batch // 2, batch - 1})
             truth = None
             if not bench.dry:
-                found = base.attention_truth(
-                    q, k, v, starts, lengths, table[:batch], heads=heads, scale=dim**-0.5, rows=some
-                )
-                truth = torch.cat(found)
+                given = {"heads": heads, "scale": dim**-0.5, "rows": some}
+                truth = torch.cat(base.attention_truth(q, k, v, starts, lengths, tables[0], **given))
+            op = f"{model.name} B={batch} ctx={context}" + (" fp8 kv" if kv == FP8 else "")
+            case = partial(Case, "rows", op, bytes=each * batch, key=("rows", model.name, batch, kv == FP8))
             now = tuned(DEFAULT).decode(batch, context)
-            for config in (now, *(c for c in rows_configs(batch, fp8=kv == FP8) if c != now)):
+            for config in dict.fromkeys([now, *rows_configs(batch, fp8=kv == FP8)]):
                 need = decode.decode_workspace_floats(batch, heads=heads, head_dim=dim, splits=config.splits)
-                work, arrived = bench.empty(need, dtype=F32), bench.zeros(batch * groups)
-
-                def call(
-                    i, target, config=config, work=work, arrived=arrived, q=q, k=k, v=v, lengths=lengths, table=table, batch=batch,
-                    heads=heads, dim=dim,
-                ):  # fmt: skip
-                    decode.paged_decode(
-                        q, k, v, lengths=lengths, page_table=table[i * batch : (i + 1) * batch], heads=heads, scale=dim**-0.5, out=target,
-                        config=config, workspace=work, arrived=arrived, pdl=True,
-                    )  # fmt: skip
-
-                def error(call=call, out=out, truth=truth, some=some):
-                    target = torch.full_like(out, float("nan"))
-                    call(0, target)
-                    return difference(target[some], truth)
-
-                op = f"{model.name} B={batch} ctx={context}" + (" fp8 kv" if kv == FP8 else "")
-                calls = [lambda i=i, call=call, out=out: call(i, out) for i in range(count)]
-                case = Case("rows", op, tag(config), calls, bytes=each * batch, error=error)
-                yield Candidate(case, config, config == now, ("rows", model.name, batch, kv == FP8))
+                call = partial(
+                    decode.paged_decode, q, k, v, lengths=lengths, heads=heads, scale=dim**-0.5, config=config,
+                    workspace=bench.empty(need, dtype=F32), arrived=bench.zeros(batch * groups), pdl=True,
+                )  # fmt: skip
+                calls = [partial(call, page_table=pages, out=out) for pages in tables]
+                check = partial(written, partial(call, page_table=tables[0]), out, truth, some)
+                yield case(tag(config), calls, error=check, off=config == now, config=config)
 
 
 LONG = [
-    PrefillConfig(128, 64, 8, 3, True, pairs=True),
-    PrefillConfig(128, 64, 8, 2, True, pairs=True),
-    PrefillConfig(64, 64, 4, 2, True, pairs=True),
-    PrefillConfig(64, 64, 4, 3, True),
-    PrefillConfig(64, 64, 4, 4, True),
-    PrefillConfig(128, 64, 8, 3, True),
-    PrefillConfig(128, 64, 8, 4, True),
-    PrefillConfig(128, 64, 8, 3, True, registers=128),
-    PrefillConfig(128, 64, 8, 2, True, registers=128),
-    PrefillConfig(128, 32, 4, 4, True),
-    PrefillConfig(128, 128, 8, 2),
-]
+    PrefillConfig(128, 64, 8, 3, True, pairs=True), PrefillConfig(128, 64, 8, 2, True, pairs=True),
+    PrefillConfig(64, 64, 4, 2, True, pairs=True), PrefillConfig(64, 64, 4, 3, True), PrefillConfig(64, 64, 4, 4, True),
+    PrefillConfig(128, 64, 8, 3, True), PrefillConfig(128, 64, 8, 4, True), PrefillConfig(128, 64, 8, 3, True, registers=128),
+    PrefillConfig(128, 64, 8, 2, True, registers=128), PrefillConfig(128, 32, 4, 4, True), PrefillConfig(128, 128, 8, 2),
+]  # fmt: skip
 
 
-def longrows_candidates(bench: Bench) -> Iterator[Candidate]:
-    for model, rows, new, context in (
-        (EIGHT, 2, 4096, 4096),
-        (BY_NAME["qwen3-0.6b"], 2, 4096, 4096),
-        (EIGHT, 1, 2048, 8192),
-    ):
+def longrows_cases(bench: Bench) -> Iterator[Case]:
+    small = BY_NAME["qwen3-0.6b"]
+    for model, rows, new, context in ((EIGHT, 2, 4096, 4096), (small, 2, 4096, 4096), (EIGHT, 1, 2048, 8192)):
         heads, groups, dim = model.heads, model.kv_heads, model.head_dim
         table, total = bench.table(rows, context // 64)
         k, v = (bench.normal(total, groups, 64, dim) for _ in range(2))
         q = bench.normal(rows * new, heads * dim)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=bench.device) * new
-        lengths = torch.full((rows,), context, dtype=torch.int32, device=bench.device)
+        lengths = bench.full(rows, context)
         out = bench.empty(*q.shape)
-        flops = 4.0 * rows * (new * (context - new) + new * (new + 1) / 2) * heads * dim
-        truth = None
+        truth, last = None, slice(-256, None)
         if not bench.dry:
-            tail = torch.tensor([0, 256], dtype=torch.int32)
-            truth = base.attention_truth(
-                q[-256:], k, v, tail, lengths[-1:], table[-1:], heads=heads, scale=dim**-0.5, rows=[0]
-            )[0]
+            tail, given = torch.tensor([0, 256], dtype=torch.int32), {"heads": heads, "scale": dim**-0.5, "rows": [0]}
+            truth = base.attention_truth(q[last], k, v, tail, lengths[-1:], table[-1:], **given)[0]
         op = f"{model.name} {rows}x{new} of {context}"
+        flops = 4.0 * rows * (new * (context - new) + new * (new + 1) / 2) * heads * dim
         now = tuned(DEFAULT).prefill(dim, 64)
-        for config in (now, *(c for c in LONG if c != now)):
-
-            def call(
-                target, config=config, q=q, k=k, v=v, starts=starts, lengths=lengths, table=table, heads=heads, dim=dim
-            ):
-                prefill.paged_prefill(
-                    q, k, v, query_start=starts, lengths=lengths, page_table=table, heads=heads, scale=dim**-0.5, out=target,
-                    config=config, pdl=True,
-                )  # fmt: skip
-
-            def error(call=call, out=out, truth=truth):
-                target = torch.full_like(out, float("nan"))
-                call(target)
-                assert target.isfinite().all()
-                return difference(target[-256:], truth)
-
-            case = Case("longrows", op, tag(config), [lambda call=call, out=out: call(out)], flops=flops, error=error)
-            yield Candidate(case, config, config == now, ("longrows", op))
+        for config in dict.fromkeys([now, *LONG]):
+            call = partial(
+                prefill.paged_prefill, q, k, v, query_start=starts, lengths=lengths, page_table=table, heads=heads, scale=dim**-0.5,
+                config=config, pdl=True,
+            )  # fmt: skip
+            check = partial(written, call, out, truth, last)
+            calls = [partial(call, out=out)]
+            yield Case("longrows", op, tag(config), calls, flops=flops, error=check, off=config == now)
         if new == context and not bench.dry:
             qc = q.view(rows, new, -1, dim).transpose(1, 2)
             kc, vc = (bench.normal(rows, heads, new, dim) for _ in range(2))
-
-            def sdpa(qc=qc, kc=kc, vc=vc):
-                torch.nn.functional.scaled_dot_product_attention(qc, kc, vc, is_causal=True)
-
-            yield Candidate(Case("longrows", op, "torch SDPA, contiguous", [sdpa], flops=flops))
+            sdpa = partial(torch.nn.functional.scaled_dot_product_attention, qc, kc, vc, is_causal=True)
+            yield Case("longrows", op, "torch SDPA, contiguous", [sdpa], flops=flops)
 
 
 # ------------------------------------------------------------------------------------------------------------- sampler
 
 
-def sampler_candidates(bench: Bench) -> Iterator[Candidate]:
+def sampler_cases(bench: Bench) -> Iterator[Case]:
     vocabulary = EIGHT.vocabulary
     for rows in (1, 64, 256):
         flat = bench.normal(rows, vocabulary, dtype=F32, scale=3.0)
@@ -482,38 +374,32 @@ def sampler_candidates(bench: Bench) -> Iterator[Candidate]:
             peaked[:, : vocabulary // 400] += 10.0 * torch.rand(rows, vocabulary // 400, device=bench.device) ** 4
         work = sampling.SampleWorkspace.allocate(rows, vocabulary, device=bench.device, penalties=False)
         out = bench.zeros(rows)
-
-        def columns(rows=rows, **values):
-            all_values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9} | values
-            kind = {"top_k": torch.int32, "seed": torch.int64, "position": torch.int64}
-            return sampling.DeviceColumns(
-                **{
-                    n: torch.full((rows,), v, dtype=kind.get(n, F32), device=bench.device)
-                    for n, v in all_values.items()
-                }
-            )
-
         for form, logits in (("flat", flat), ("peaked", peaked)):
-            for name, made, filtered in (
-                ("greedy", None, False), ("temperature", columns(), False), ("top-p 0.9", columns(top_p=0.9), True),
-                ("top-k 50 top-p 0.95", columns(top_k=50, top_p=0.95), True),
+            for name, columns, filtered in (
+                ("greedy", None, False), ("temperature", sampled(bench, rows), False), ("top-p 0.9", sampled(bench, rows, top_p=0.9), True),
+                ("top-k 50 top-p 0.95", sampled(bench, rows, top_k=50, top_p=0.95), True),
             ):  # fmt: skip
-
-                def run(x=logits, c=made, o=out, w=work, f=filtered):
-                    sampling.sample(x, c, out=o, workspace=w, filtered=f, pdl=True)
-
-                case = Case("sampler", f"{name} L={rows}", form, [run] * 4, bytes=rows * vocabulary * 4.0)
-                yield Candidate(case, off=form == "flat")
+                call = partial(sampling.sample, logits, columns, out=out, workspace=work, filtered=filtered, pdl=True)
+                amount = rows * vocabulary * 4.0
+                yield Case("sampler", f"{name} L={rows}", form, [call] * 4, bytes=amount, off=form == "flat")
 
 
-GROUPS: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
-    "few": few_candidates,
-    "fixed": fixed_candidates,
-    "longrows": longrows_candidates,
-    "medium": medium_candidates,
-    "onerow": onerow_candidates,
-    "rows": rows_candidates,
-    "sampler": sampler_candidates,
+def sampled(bench: Bench, rows: int, **values: float) -> sampling.DeviceColumns:
+    """Every row alike."""
+    every = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5, "position": 9} | values
+    kind = {"top_k": torch.int32, "seed": torch.int64, "position": torch.int64}
+    columns = {n: torch.full((rows,), v, dtype=kind.get(n, F32), device=bench.device) for n, v in every.items()}
+    return sampling.DeviceColumns(**columns)
+
+
+GROUPS: dict[str, Callable[[Bench], Iterator[Case]]] = {
+    "few": few_cases,
+    "fixed": fixed_cases,
+    "longrows": longrows_cases,
+    "medium": medium_cases,
+    "onerow": onerow_cases,
+    "rows": rows_cases,
+    "sampler": sampler_cases,
 }
 
 
@@ -531,8 +417,8 @@ def one_row_sets(best: dict[tuple, list]) -> dict[str, dict]:
     return sets
 
 
-def step_candidates(bench: Bench, best: dict[tuple, list]) -> Iterator[tuple]:
-    """(step, candidate, run arguments, off): whole decode steps with today's constants, then with the best of this run."""
+def step_runs(bench: Bench, best: dict[tuple, list]) -> Iterator[StepRun]:
+    """Whole decode steps with today's constants, then with the best of this run."""
     table = tuned(DEFAULT)
     most = DecodeConfig(32, 64, 4, 2)
 
@@ -547,168 +433,50 @@ def step_candidates(bench: Bench, best: dict[tuple, list]) -> Iterator[tuple]:
 
     for context in (256, 1024):
         step, config = built(EIGHT, 1, context, True)
-        yield step, "tuned now", {}, True
+        yield StepRun(step, "tuned now", off=True)
         for name, matmuls in one_row_sets(best).items():
             step.config = config | matmuls
-            yield step, name, {}, False
+            yield StepRun(step, name)
         del step
     for model in (BY_NAME["qwen3-0.6b"], EIGHT):
         for context in (256, 1024):
             step, config = built(model, 1, context, False)
-            yield step, "tuned now", {}, True
+            yield StepRun(step, "tuned now", off=True)
             for splits, block_n, warps in (
                 ((8, 32, 4), (8, 64, 4), (4, 64, 4))
                 if context == 256
                 else ((16, 64, 4), (16, 32, 4), (32, 32, 4), (8, 64, 4))
             ):
                 step.config = config | {"decode": DecodeConfig(splits, block_n, warps, 2)}
-                yield step, tag(step.config["decode"]), {}, False
+                yield StepRun(step, tag(step.config["decode"]))
             step.config = config | {
                 name: best[key][0]
                 for name in ("qkv", "gate_up")
                 if (key := ("onerow", model.name, False, name)) in best
             }
-            yield step, "best qkv and gate_up", {}, False
+            yield StepRun(step, "best qkv and gate_up")
             del step
     for model, fp8, rows in (
         (EIGHT, False, 8), (EIGHT, False, 32), (EIGHT, True, 32), (BY_NAME["qwen3-0.6b"], False, 8), (BY_NAME["qwen3-0.6b"], False, 32),
     ):  # fmt: skip
         step, config = built(model, rows, 1024, fp8)
         options = {"fuse_rope": rows <= table.fuse_rope_rows}
-        yield step, "tuned now", options, True
+        yield StepRun(step, "tuned now", options, off=True)
         ranked = best.get(("rows", model.name, rows, False)) or rows_configs(rows, fp8=False)
         for decoder in ranked[:3]:
             step.config = config | {"decode": decoder}
-            yield step, tag(decoder), options, False
+            yield StepRun(step, tag(decoder), options)
         del step
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
-def shown(config: object) -> str:
-    return tag(config).replace("True", "T").replace("False", "F")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="fixed,onerow,rows,longrows,sampler,steps")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--shards", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
-    parser.add_argument("--out", default=None)
-    args = parser.parse_args()
-    groups = args.only.split(",")
-    began = time.perf_counter()
-    if args.dry:
-        base.dry_driver()
-    compiling = args.dry or args.shard is not None
-    bench = Bench(device="cpu" if args.dry else "cuda", dry=compiling)
-    candidates = (c for group in groups if group in GROUPS for c in GROUPS[group](bench))
-    if compiling:
-        seen = 0
-        for index, candidate in enumerate(candidates):
-            if args.shard is None or index % args.shards == args.shard:
-                try:
-                    candidate.case.calls[0]()
-                except Exception as problem:
-                    print(
-                        f"{candidate.case.op} {candidate.case.candidate}: {type(problem).__name__}: {str(problem)[:300]}",
-                        flush=True,
-                    )
-                seen += 1
-        if "steps" in groups:
-            for index, (step, _, options, _) in enumerate(step_candidates(bench, {})):
-                if args.shard is None or index % args.shards == args.shard:
-                    step.run(**options)
-                    seen += 1
-        print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
-        return
-
-    if args.shards:
-        words = [sys.executable, __file__, *sys.argv[1:]]
-        running = [subprocess.Popen([*words, "--shard", str(i)], stdout=subprocess.DEVNULL) for i in range(args.shards)]
-        for process in running:
-            process.wait()
-        print(f"# compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    limits = base.ceilings()
-    print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
-    rows: list[dict] = []
-    steps: list[dict] = []
-    timed: dict[tuple, list[tuple[float, object]]] = {}
-
-    def save() -> None:
-        if args.out:
-            record = {
-                "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-                "command": " ".join(sys.argv), "ceilings": limits, "ops": rows, "steps": steps, "seconds": time.perf_counter() - began,
-            }  # fmt: skip
-            Path(args.out).write_text(json.dumps(record, indent=1))
-
-    def report(op: str) -> None:
-        """Off, the two best, and the library, of one op."""
-        of_op = [r for r in rows if r["op"] == op]
-        good = sorted((r for r in of_op if not r["note"]), key=lambda r: r["us"])
-        kept = good[:2] + [r for r in good[2:] if r["off"] or "torch" in r["candidate"] or r["group"] == "sampler"]
-        for r in kept:
-            error = "" if r["error"] is None else f"{r['error']:.1e}"
-            print(
-                f"{'off' if r['off'] else 'on ':3} {op:34} {r['candidate']:44} {r['us']:9.2f} us {r['gb_per_s']:6.0f} GB/s "
-                f"{r['tflop_per_s']:6.1f} TF/s {r['fraction']:5.2f} {error}",
-                flush=True,
-            )
-        for r in of_op:
-            if r["note"]:
-                print(f"!   {op} {r['candidate']}: {r['note']}", flush=True)
-
-    last = None
-    for candidate in candidates:
-        result = asdict(base.measured(candidate.case, limits)) | {"off": candidate.off}
-        if last is not None and last != result["op"]:
-            report(last)
-            save()
-        last = result["op"]
-        rows.append(result)
-        if candidate.key and not result["note"]:
-            timed.setdefault(candidate.key, []).append((result["us"], candidate.config))
-    if last is not None:
-        report(last)
-    save()
-    print(f"# {len(rows)} candidates by {time.perf_counter() - began:.0f} s", flush=True)
-    candidates = None
-    torch.cuda.empty_cache()
-    if "steps" in groups:
-        best = {key: [config for _, config in sorted(found, key=lambda pair: pair[0])] for key, found in timed.items()}
-        truth = previous = None
-        for step, candidate, options, off in step_candidates(bench, best):
-            context = int(step.lengths[0])
-            row = {
-                "model": step.model.name + (" fp8" if step.fp8 else ""),
-                "rows": step.rows,
-                "context": context,
-                "candidate": candidate,
-            }
-            row["off"] = off
-            try:
-                if step.rows <= 8:
-                    if previous is not step:
-                        truth, previous = step.truth(), step
-                    step.run(**options)
-                    row["error"] = difference(step.logits, truth)
-                    row["same_token"] = bool((step.sampled.long() == step.logits.argmax(1)).all())
-                row["ms"] = base.graph_us([lambda step=step, options=options: step.run(**options)], budget_ms=120) / 1e3
-                row["floor_ms"] = step.floor_bytes() / limits["read"] * 1e3
-                row["constants"] = {name: shown(c) for name, c in step.config.items()}
-            except Exception as problem:
-                row["note"] = f"{type(problem).__name__}: {str(problem)[:200]}"
-            steps.append(row)
-            save()
-            short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "constants"}
-            print("step", short, flush=True)
-            previous = step if step.rows <= 8 else None
-            del step
-    print(f"# done in {time.perf_counter() - began:.0f} s", flush=True)
+def main() -> int:
+    plain = "fixed,onerow,rows,longrows,sampler,steps"
+    args = rounds.parser(__doc__, groups=(*GROUPS, "steps"), default=plain).parse_args()
+    return base.run(args, partial(rounds.of_groups, GROUPS, args.only), step_runs)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

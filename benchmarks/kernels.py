@@ -6,8 +6,8 @@
 
 Open questions only, in minutes: benchmarks/kernel_rounds.py.
 
-Knows: shapes of three dense models, the bytes and operations an op cannot avoid, candidates of each op. Times are those of a CUDA graph
-that runs the op on enough different buffers to defeat the L2 cache. `--shards n` compiles candidates in n processes first.
+Knows: shapes of three dense models, the bytes and operations an op cannot avoid, candidates of each op, and whole decode steps.
+Refuses to know: how to compile, time and record (rounds.py, where `--shards n` and the other options are told).
 """
 
 # ruff: noqa: E731 - a candidate is a lambda that holds its buffers
@@ -15,25 +15,23 @@ that runs the op on enough different buffers to defeat the L2 cache. `--shards n
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
+import itertools
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
+import rounds
 import torch
 import triton
+from rounds import BF16, F32, FP8, Bench, Case, Round, copies, difference, graph_us, tag
+from rounds import ceilings as ceilings  # these are had from here too, by low_rank_rounds.py among others
+from rounds import dry_driver as dry_driver
+from rounds import measured as measured
 
 from tradewind.kernels.triton import decode, elementwise, norm, prefill, rope, skinny, step
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton.tuning import DEFAULT, DecodeConfig, GemvConfig, PrefillConfig, TileConfig, tuned
-
-BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
-COLD_BYTES = 400e6
-"""Buffers in rotation hold at least this much: several times the L2."""
 
 
 @dataclass(frozen=True)
@@ -81,150 +79,6 @@ PEERS = {
 }
 
 
-@dataclass
-class Case:
-    """One candidate of one op at one shape."""
-
-    group: str
-    op: str
-    candidate: str
-    calls: list[Callable[[], None]]
-    """The op on different buffers, all of one shape; timed together in one graph."""
-    bytes: float = 0.0
-    """What one call must read and write."""
-    flops: float = 0.0
-    error: Callable[[], float] | None = None
-    tolerance: float = 1e-2
-
-
-@dataclass
-class Result:
-    group: str
-    op: str
-    candidate: str
-    us: float
-    gb_per_s: float
-    tflop_per_s: float
-    fraction: float
-    """Of the read bandwidth, or of the matmul rate, whichever is nearer its ceiling."""
-    error: float | None
-    note: str = ""
-
-
-class Bench:
-    """Holds the device and how to make tensors on it; in a dry run they are uninitialised host tensors."""
-
-    def __init__(self, *, device: str, dry: bool) -> None:
-        self.device, self.dry = device, dry
-
-    def empty(self, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def normal(self, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
-        if self.dry:
-            return self.empty(*shape, dtype=dtype)
-        if dtype == FP8:
-            return (torch.randn(shape, device=self.device, dtype=BF16) * scale).clamp_(-448, 448).to(FP8)
-        return torch.randn(shape, device=self.device, dtype=dtype) * scale
-
-    def table(self, rows: int, pages_per_row: int) -> tuple[torch.Tensor, int]:
-        """A page table [rows, pages_per_row] of scattered pages, and how many pages there are (page 0 is unused)."""
-        count = rows * pages_per_row + 1
-        if self.dry:
-            return self.zeros(rows, pages_per_row), count
-        return (torch.randperm(count - 1, device=self.device) + 1).int().view(rows, pages_per_row), count
-
-    def angles(self, dim: int, positions: int = 8192) -> torch.Tensor:
-        inverse = 500000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angle = torch.arange(positions, dtype=torch.float64)[:, None] * inverse
-        return torch.cat([angle.cos(), angle.sin()], 1).float().to(self.device)
-
-
-def difference(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """||a - b|| / ||b||."""
-    found, truth = found.double(), truth.double()
-    return ((found - truth).norm() / truth.norm()).item()
-
-
-def copies(bytes_each: float, *, most: int = 64) -> int:
-    return max(2, min(most, int(COLD_BYTES / bytes_each) + 1))
-
-
-# ------------------------------------------------------------------------------------------------------------- timing
-
-
-def graph_us(calls: list[Callable[[], None]], *, budget_ms: float = 40.0) -> float:
-    """Microseconds per call in a replayed CUDA graph of all calls; the median of five batches of replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-
-    def timed(replays: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / replays
-
-    once = max(timed(1), 1e-3)
-    replays = max(1, min(50, int(budget_ms / 5 / once)))
-    return statistics.median(timed(replays) for _ in range(5)) * 1e3 / len(calls)
-
-
-def launched_us(call: Callable[[], None], repeats: int = 10) -> float:
-    """Microseconds of one long call launched without a graph; the median."""
-    call()
-    found = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(found)
-
-
-def ceilings() -> dict[str, float]:
-    """Copy and read bandwidth in bytes/s, bf16 and fp8 matmul in FLOP/s, measured now."""
-    x, y = torch.randn(2**31, device="cuda"), torch.empty(2**31, device="cuda")  # 8.6 GB each
-    # Not in a graph: as a graph node the same copy moved 2.7 TB/s only (seen on an H200; probably the copy engines).
-    found = {"copy": 2 * x.numel() * 4 / (launched_us(lambda: y.copy_(x)) * 1e-6)}
-    out = torch.zeros(1, device="cuda")
-    found["read_torch_sum"] = x.numel() * 4 / (graph_us([lambda: torch.sum(x, 0, keepdim=True, out=out)]) * 1e-6)
-    x = y = None
-    rows = 2**18 - 8
-    w = torch.randn(rows, 8192, device="cuda", dtype=BF16)  # 4.3 GB through the GEMV itself
-    v, o = torch.randn(1, 8192, device="cuda", dtype=BF16), torch.empty(1, rows, device="cuda", dtype=BF16)
-    best = min(
-        graph_us([lambda c=c: skinny.skinny_linear(v, w, out=o, config=c)])
-        for c in (GemvConfig(4, 1024, 4), GemvConfig(4, 2048, 4))
-    )
-    found["read_gemv"] = w.numel() * 2 / (best * 1e-6)
-    found["read"] = max(found["read_torch_sum"], found["read_gemv"])
-    w = None
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-    found["bf16"] = 2 * 8192**3 / (graph_us([lambda: torch.mm(a, b.T)], budget_ms=200) * 1e-6)
-    a8, b8, one = a.to(FP8), b.to(FP8), torch.ones(1, device="cuda")
-    run = lambda: torch._scaled_mm(a8, b8.T, one, one, out_dtype=BF16, use_fast_accum=True)
-    found["fp8"] = 2 * 8192**3 / (graph_us([run], budget_ms=200) * 1e-6)
-    return found
-
-
 # --------------------------------------------------------------------------------------------------------------- cases
 
 GEMV = [
@@ -257,15 +111,6 @@ TILES = {
     64: [TileConfig(64, 64, 128, 1, 4, 3), TileConfig(64, 64, 128, 4, 4, 3), TileConfig(64, 128, 64, 1, 4, 4)],
 }
 """Candidates by number of input rows."""
-
-
-def tag(config) -> str:
-    return (
-        type(config).__name__.removesuffix("Config").lower()
-        + "("
-        + ",".join(str(v) for v in asdict(config).values())
-        + ")"
-    )
 
 
 def fp8_weight(bench: Bench, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1103,10 +948,23 @@ def constants(model: Shape, rows: int, fp8: bool) -> dict:
     return {name: config for name, config in found.items() if config is not None}
 
 
-def step_cases(
-    bench: Bench, *, models: list[str], quick: bool, batches: set[int]
-) -> Iterator[tuple[DecodeStep, str, dict, int]]:
-    """Whole steps: (step, candidate, run arguments, context)."""
+@dataclass(frozen=True)
+class StepRun:
+    """A whole step as it stands now: the step's constants may change after it was run."""
+
+    step: DecodeStep
+    candidate: str
+    options: dict = field(default_factory=dict)
+    """Of `DecodeStep.run`."""
+    off: bool = False
+
+    @property
+    def model(self) -> str:
+        return self.step.model.name + (" fp8" if self.step.fp8 else "")
+
+
+def step_runs(bench: Bench, *, models: list[str], quick: bool, batches: set[int]) -> Iterator[StepRun]:
+    """Whole steps."""
     table = tuned(DEFAULT)
     for model in MODELS:
         if model.name not in models:
@@ -1126,19 +984,19 @@ def step_cases(
                 )
                 for name, form in forms.items():
                     made.config = best | {"decode": form}
-                    yield made, f"fused, {name}", {}, context
+                    yield StepRun(made, f"fused, {name}")
                 made.config = best | {"decode": forms["tuned"]}
                 if fp8:  # tiles multiply FP8 by FP8 without converting weights, but want the input quantised
                     made.config |= {"gate_up": TileConfig(16, 128, 128, 1, 4, 3)}
-                    yield made, "fused, gate_up by tiles", {}, context
+                    yield StepRun(made, "fused, gate_up by tiles")
                     made.config |= {"qkv": TileConfig(16, 64, 256, 4, 4, 3)}
-                    yield made, "fused, qkv and gate_up by tiles", {}, context
+                    yield StepRun(made, "fused, qkv and gate_up by tiles")
                     made.config = best | {"decode": forms["tuned"]}
                 made.early = False
-                yield made, "fused, tuned, keys not early", {}, context
+                yield StepRun(made, "fused, tuned, keys not early")
                 made.early = True
-                yield made, "fused, tuned, rope apart", {"fuse_rope": False}, context
-                yield made, "fused, tuned, no dependent launch", {"pdl": False}, context
+                yield StepRun(made, "fused, tuned, rope apart", {"fuse_rope": False})
+                yield StepRun(made, "fused, tuned, no dependent launch", {"pdl": False})
                 del made
             for rows in (8, 32, 64, 128, 256):
                 if rows not in batches:
@@ -1146,188 +1004,92 @@ def step_cases(
                 config = constants(model, rows, fp8) | {"decode": table.decode(rows, 1024)}
                 made = DecodeStep(bench, model, rows=rows, context=1024, path="matmul", fp8=fp8, config=config)
                 if not quick:
-                    yield made, "matmul, rope in attention", {}, 1024
-                yield made, "matmul, rope apart", {"fuse_rope": False}, 1024
+                    yield StepRun(made, "matmul, rope in attention")
+                yield StepRun(made, "matmul, rope apart", {"fuse_rope": False})
                 if rows <= 64:
                     made.path = "fused"
-                    yield made, "tiles, rope in attention", {}, 1024
-                    yield made, "tiles, rope apart", {"fuse_rope": False}, 1024
+                    yield StepRun(made, "tiles, rope in attention")
+                    yield StepRun(made, "tiles, rope apart", {"fuse_rope": False})
                 del made
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
 
 
-def dry_driver() -> None:
-    """Lets Triton compile for sm_90 on a machine without a GPU; a launch compiles and does nothing else."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
+def measure_steps(runs: Iterable[StepRun], on: Round) -> None:
+    """Checks small steps against plain torch and times all; printed, and recorded beside the ops."""
+    steps: list[dict] = []
+    truth = previous = None
+    for each in runs:
+        step = each.step
+        row = {"model": each.model, "rows": step.rows, "context": int(step.lengths[0]), "candidate": each.candidate}
+        row["off"] = each.off
+        try:
+            if step.rows <= 8:
+                if previous is not step:
+                    truth, previous = step.truth(), step
+                step.run(**each.options)
+                row["error"] = difference(step.logits, truth)
+                row["same_token"] = bool((step.sampled.long() == step.logits.argmax(1)).all())
+            row["ms"] = graph_us([partial(step.run, **each.options)], budget_ms=120) / 1e3
+            row["floor_ms"] = step.floor_bytes() / on.limits["read"] * 1e3
+            row["peers"] = PEERS.get(each.model, {}).get(step.rows, "")
+            row["constants"] = {
+                name: tag(c).replace("True", "T").replace("False", "F") for name, c in step.config.items()
+            }
+        except Exception as problem:
+            row["note"] = rounds.told(problem)
+        steps.append(row)
+        on.save(steps=steps)
+        short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "constants"}
+        print("step", short, flush=True)
+        previous = step if step.rows <= 8 else None  # a large step that is kept leaves less room for the next
+        del each, step
+        torch.cuda.empty_cache()
+    on.save(steps=steps)
 
-    class Compiler:
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
 
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device=None):
-            return 0
-
-        def get_active_torch_device(self):
-            return torch.device("cpu")
-
-    driver.set_active(Compiler())
-    run = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
-
-    JITFunction.run = compile_only
-
-
-def measured(case: Case, limits: dict[str, float]) -> Result:
-    """Checks a candidate, then times it. A failure is a row of the result, not the end of the run."""
-    error = None
-    try:
-        if case.error is not None:
-            error = case.error()
-            torch.cuda.synchronize()
-        us = graph_us(case.calls)
-    except Exception as problem:
-        return Result(
-            case.group,
-            case.op,
-            case.candidate,
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-            error,
-            f"{type(problem).__name__}: {str(problem)[:200]}",
+def run(
+    args: argparse.Namespace,
+    cases: Callable[[Bench], Iterator[Case]],
+    steps: Callable[[Bench, dict[tuple, list]], Iterator[StepRun]],
+) -> int:
+    """Compiles or measures the cases, then the group "steps", which may choose among the best constants of the cases."""
+    bench, asked = rounds.bench_for(args), "steps" in args.only
+    if bench.dry:
+        compiled = (
+            Case("steps", each.model, each.candidate, [partial(each.step.run, **each.options)])
+            for each in (steps(bench, {}) if asked else ())
         )
-    rate, speed = case.bytes / us / 1e-6, case.flops / us / 1e-6
-    fraction = max(rate / limits["read"], speed / limits["bf16"])
-    wrong = "" if error is None or error < case.tolerance else f"WRONG: error {error:.2e} > {case.tolerance:.0e}"
-    return Result(case.group, case.op, case.candidate, us, rate / 1e9, speed / 1e12, fraction, error, wrong)
+        every = itertools.chain(cases(bench), compiled)
+        return min(1, rounds.compile_all(every, shard=args.shard, shards=args.shards))
+    on = Round.begin(args)
+    on.measure(cases(bench))
+    rounds.settle(bench)
+    measure_steps(steps(bench, on.best()) if asked else (), on)
+    print(f"# done in {on.spent():.0f} s", flush=True)
+    return 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="skinny,chain,decode,prefill,small,steps")
+def main() -> int:
+    parser = rounds.parser(__doc__, groups=(*GROUPS, "steps"))
     parser.add_argument("--models", default=",".join(m.name for m in MODELS))
     parser.add_argument("--batches", default="1,8,32,64,128,256", help="rows of the whole steps")
     parser.add_argument("--match", default="", help="only ops whose name contains this")
-    parser.add_argument("--dry", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one set of constants per whole step")
-    parser.add_argument("--shards", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
-    parser.add_argument("--trace", action="store_true", help="name every candidate before it runs")
-    parser.add_argument("--out", default=None)
-    parser.add_argument("--best", type=int, default=2, help="candidates to print per op")
     args = parser.parse_args()
-    groups, models = args.only.split(","), args.models.split(",")
-    batches = {int(n) for n in args.batches.split(",")}
-    began = time.perf_counter()
-    if args.dry:
-        dry_driver()
-    bench = Bench(device="cpu" if args.dry else "cuda", dry=args.dry or args.shard is not None)
+    models, batches = args.models.split(","), {int(n) for n in args.batches.split(",")}
 
-    def cases() -> Iterator[Case]:
-        for group in groups:
-            if group in GROUPS:
-                for case in GROUPS[group](bench):
-                    if args.match in case.op and any(name in case.op for name in models):
-                        yield case
+    def cases(bench: Bench) -> Iterator[Case]:
+        for case in rounds.of_groups(GROUPS, args.only, bench):
+            if args.match in case.op and any(name in case.op for name in models):
+                yield case
 
-    if args.dry or args.shard is not None:
-        seen = 0
-        for index, case in enumerate(cases()):
-            if args.shard is None or index % args.shards == args.shard:
-                try:
-                    case.calls[0]()
-                except Exception as problem:
-                    print(f"{case.op} {case.candidate}: {type(problem).__name__}: {str(problem)[:300]}", flush=True)
-                seen += 1
-        if "steps" in groups:
-            for index, (made, _, options, _) in enumerate(
-                step_cases(bench, models=models, quick=args.quick, batches=batches)
-            ):
-                if args.shard is None or index % args.shards == args.shard:
-                    made.run(**options)
-        print(f"compiled {seen} candidates in {time.perf_counter() - began:.0f} s", flush=True)
-        return
+    def steps(bench: Bench, best: dict[tuple, list]) -> Iterator[StepRun]:
+        return step_runs(bench, models=models, quick=args.quick, batches=batches)
 
-    if args.shards:
-        words = [sys.executable, __file__, *sys.argv[1:]]
-        running = [subprocess.Popen([*words, "--shard", str(i)], stdout=subprocess.DEVNULL) for i in range(args.shards)]
-        for process in running:
-            process.wait()
-        print(f"# compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    limits = ceilings()
-    print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
-    results: list[Result] = []
-    steps: list[dict] = []
-
-    def save() -> None:
-        if args.out:
-            record = {
-                "card": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "command": " ".join(sys.argv),
-                "ceilings": limits,
-                "ops": [asdict(r) for r in results],
-                "steps": steps,
-                "seconds": time.perf_counter() - began,
-            }
-            Path(args.out).write_text(json.dumps(record, indent=1))
-
-    for case in cases():
-        if args.trace:
-            print(f"{time.perf_counter() - began:.1f} {case.op} {case.candidate}", flush=True)
-        results.append(measured(case, limits))
-        if len(results) % 50 == 0:  # a run that is cut short leaves what it has
-            save()
-        if results[-1].note:
-            print(f"! {case.op} {case.candidate}: {results[-1].note}", flush=True)
-    print(f"# {len(results)} candidates by {time.perf_counter() - began:.0f} s", flush=True)
-    save()
-    torch.cuda.empty_cache()
-    if "steps" in groups:
-        previous = None
-        for made, candidate, options, context in step_cases(bench, models=models, quick=args.quick, batches=batches):
-            name = made.model.name + (" fp8" if made.fp8 else "")
-            row = {"model": name, "rows": made.rows, "context": context, "candidate": candidate}
-            try:
-                if made.rows <= 8:
-                    if previous is not made:
-                        truth, previous = made.truth(), made
-                    made.run(**options)
-                    row["error"] = difference(made.logits, truth)
-                    row["same_token"] = bool((made.sampled.long() == made.logits.argmax(1)).all())
-                row["ms"] = graph_us([lambda made=made, options=options: made.run(**options)], budget_ms=120) / 1e3
-                row["floor_ms"] = made.floor_bytes() / limits["read"] * 1e3
-                row["peers"] = PEERS.get(name, {}).get(made.rows, "")
-            except Exception as problem:
-                row["note"] = f"{type(problem).__name__}: {str(problem)[:200]}"
-            steps.append(row)
-            save()
-            print("step", {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            del made
-            torch.cuda.empty_cache()
-    save()
-    print(f"{'op':50} {'candidate':34} {'us':>9} {'GB/s':>6} {'TF/s':>6} {'frac':>5} error")
-    for op in dict.fromkeys(r.op for r in results):
-        ranked = sorted((r for r in results if r.op == op and not r.note), key=lambda r: r.us)
-        plain = [r for r in ranked[args.best :] if "cublas" in r.candidate or "SDPA" in r.candidate]
-        for r in ranked[: args.best] + plain:
-            error = "" if r.error is None else f"{r.error:.1e}"
-            print(
-                f"{r.op:50} {r.candidate:34} {r.us:9.2f} {r.gb_per_s:6.0f} {r.tflop_per_s:6.1f} {r.fraction:5.2f} {error}"
-            )
-    print(f"# done in {time.perf_counter() - began:.0f} s")
+    return run(args, cases, steps)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,26 +8,20 @@
     naive    prompts that begin: keys and values made, attention over them            absorbed rows that go on, over pages
     step     a layer's attention of one-token rows, as planned
 
-Off: what the table of constants says now. Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py).
+Off: what the table of constants says now. Knows: which candidates are open. Refuses to know: how to time and record (rounds.py).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
-import kernels as base
+import rounds
 import torch
-import triton
-from kernels import F32, Bench, Case, difference, tag
+from rounds import F32, Bench, Case, copies, difference, tag, written
 
 from tradewind.kernels import reference_mla
 from tradewind.kernels.ops import LatentUp
@@ -46,27 +40,20 @@ HEADS, NOPE, ROPE, VALUE, RANK, PAGE = 16, 128, 64, 128, 512, 64
 KEY, WIDTH = NOPE + ROPE, RANK + ROPE
 SCALE = KEY**-0.5
 UP_BYTES = 2.0 * HEADS * (NOPE + VALUE) * RANK
-GROUPS = ("decode", "around", "naive", "absorbed", "step")
-
-
-@dataclass
-class Candidate:
-    case: Case
-    off: bool = False
 
 
 class Rows:
     """Rows of a step over scattered pages: (new tokens, length) of each."""
 
-    def __init__(self, bench: Bench, shapes: list[tuple[int, int]], *, copies: int) -> None:
+    def __init__(self, bench: Bench, shapes: list[tuple[int, int]], *, times: int) -> None:
         self.bench, self.shapes = bench, shapes
         counts = torch.tensor([0] + [n for n, _ in shapes], dtype=torch.int32)
         self.query_start = counts.cumsum(0).int().to(bench.device)
         self.lengths = torch.tensor([length for _, length in shapes], dtype=torch.int32, device=bench.device)
         self.tokens = sum(n for n, _ in shapes)
         self.table, pages = bench.table(len(shapes), -(-max(length for _, length in shapes) // PAGE))
-        self.pages = [bench.normal(pages, PAGE, WIDTH) for _ in range(copies)]
-        self.count = torch.full((1,), len(shapes), dtype=torch.int32, device=bench.device)
+        self.pages = [bench.normal(pages, PAGE, WIDTH) for _ in range(times)]
+        self.count = bench.full(1, len(shapes))
         self.q = bench.normal(self.tokens, HEADS * KEY)
         self.wide, self.out = bench.normal(self.tokens, HEADS, WIDTH), bench.empty(self.tokens, HEADS * VALUE)
 
@@ -118,44 +105,32 @@ def decode_configs(rows: int, length: int) -> list[LatentDecodeConfig]:
     return list(dict.fromkeys(found))
 
 
-def decode_candidates(bench: Bench) -> Iterator[Candidate]:
+def decode_cases(bench: Bench) -> Iterator[Case]:
     up = make_up(bench)
     for rows, length in (
-        (1, 384),
-        (1, 4096),
-        (1, 16384),
-        (4, 1024),
-        (16, 1024),
-        (64, 1024),
-        (128, 640),
-        (256, 400),
-        (256, 1024),
-    ):
-        amount = 2.0 * rows * length * WIDTH
-        step = Rows(bench, [(1, length)] * rows, copies=base.copies(amount, most=16))
+        (1, 384), (1, 4096), (1, 16384), (4, 1024), (16, 1024), (64, 1024), (128, 640), (256, 400), (256, 1024),
+    ):  # fmt: skip
+        amount, flops = 2.0 * rows * length * WIDTH, 2.0 * rows * length * HEADS * (WIDTH + RANK)
+        step = Rows(bench, [(1, length)] * rows, times=copies(amount, most=16))
+        case = partial(Case, "decode", f"decode R={rows} L={length}", bytes=amount + UP_BYTES / 2, flops=flops)
         for config in decode_configs(rows, length):
             floats = latent.parts_floats(rows, HEADS, RANK, config.splits)
             parts = bench.empty(floats, dtype=F32) if floats else None
-            leaving = TABLE.latent_leave(rows, splits=config.splits)
 
-            def call(pages, wide, config=config, parts=parts, leaving=leaving, step=step):
+            def call(pages, config=config, parts=parts, step=step, rows=rows):
                 latent.latent_decode(
-                    wide, pages, lengths=step.lengths, page_table=step.table, scale=SCALE, rope=ROPE, rows=step.count, parts=parts,
-                    config=config, pdl=True,
-                )  # fmt: skip
-                latent.leave(wide, up, out=step.out, parts=parts, splits=config.splits, config=leaving, pdl=True)
+                    step.wide, pages, scale=SCALE, rope=ROPE, parts=parts, config=config, pdl=True, **step.paged()
+                )
+                leaving = TABLE.latent_leave(rows, splits=config.splits)
+                latent.leave(step.wide, up, out=step.out, parts=parts, splits=config.splits, config=leaving, pdl=True)
 
             def error(call=call, step=step, rows=rows):
                 latent.absorb(step.q, up, rope=ROPE, out=step.wide, config=TABLE.latent_absorb(rows))
-                call(step.pages[0], step.wide)
+                call(step.pages[0])
                 return step.error(up, step.out)
 
-            calls = [partial(call, pages, step.wide) for pages in step.pages]
-            case = Case(
-                "decode", f"decode R={rows} L={length}", tag(config), calls, bytes=amount + UP_BYTES / 2,
-                flops=2.0 * rows * length * HEADS * (WIDTH + RANK), error=error,
-            )  # fmt: skip
-            yield Candidate(case, config == TABLE.latent_decode(rows, length, heads=HEADS))
+            calls = [partial(call, pages) for pages in step.pages]
+            yield case(tag(config), calls, error=error, off=config == TABLE.latent_decode(rows, length, heads=HEADS))
         del step
 
 
@@ -169,24 +144,10 @@ INTO: dict[int, list[tuple[int, int, int]]] = {
 }
 """Steps up to so many tokens -> candidates (block_t, block, warps)."""
 OUT_OF: dict[int, list[tuple[int, int, int, int, int]]] = {
-    1: [
-        (1, 8, 4, 1, 128),
-        (1, 16, 4, 1, 128),
-        (1, 4, 2, 1, 128),
-        (1, 8, 4, 1, 256),
-        (16, 16, 4, 3, 128),
-        (16, 32, 4, 2, 256),
-    ],
-    64: [
-        (16, 64, 4, 3, 64),
-        (16, 128, 4, 3, 64),
-        (16, 32, 4, 3, 128),
-        (64, 64, 4, 3, 64),
-        (32, 128, 4, 3, 64),
-        (64, 32, 4, 3, 128),
-    ],
+    1: [(1, 8, 4, 1, 128), (1, 16, 4, 1, 128), (1, 4, 2, 1, 128), (1, 8, 4, 1, 256), (16, 16, 4, 3, 128), (16, 32, 4, 2, 256)],
+    64: [(16, 64, 4, 3, 64), (16, 128, 4, 3, 64), (16, 32, 4, 3, 128), (64, 64, 4, 3, 64), (32, 128, 4, 3, 64), (64, 32, 4, 3, 128)],
     8192: [(128, 128, 8, 3, 64), (128, 128, 8, 4, 64), (64, 128, 4, 3, 64), (128, 128, 4, 3, 64)],
-}
+}  # fmt: skip
 """The same, with stages and block_k."""
 
 
@@ -194,8 +155,8 @@ def size_class(tokens: int) -> int:
     return next(size for size in (1, 64, 8192) if tokens <= size or size == 8192)
 
 
-def around_candidates(bench: Bench) -> Iterator[Candidate]:
-    ups = [make_up(bench) for _ in range(base.copies(UP_BYTES, most=48))]
+def around_cases(bench: Bench) -> Iterator[Case]:
+    ups = [make_up(bench) for _ in range(copies(UP_BYTES, most=48))]
     angles, weight = bench.angles(ROPE), bench.normal(RANK, dtype=F32)
     for tokens in (1, 16, 64, 256, 8192):
         some = ups if tokens <= 256 else ups[:4]
@@ -203,130 +164,82 @@ def around_candidates(bench: Bench) -> Iterator[Candidate]:
         x, wide = bench.normal(tokens, WIDTH), bench.normal(tokens, HEADS, WIDTH)
         pages = bench.empty(tokens // PAGE + 2, PAGE, WIDTH)
         slots, positions = torch.arange(tokens, device=bench.device).int() + PAGE, bench.zeros(tokens)
-        count = torch.full((1,), tokens, dtype=torch.int32, device=bench.device)
+        count = bench.full(1, tokens)
         amount = UP_BYTES / 2 + 2.0 * tokens * HEADS * (KEY + WIDTH)
         flops = 2.0 * tokens * HEADS * NOPE * RANK
+        op = f"{'enter' if tokens <= 256 else 'absorb'} T={tokens}"
+        case = partial(Case, "around", op, bytes=amount, flops=flops)
+        given = {"weight": weight, "eps": 1e-6, "positions": positions, "count": count, "pdl": True}
         now = TABLE.latent_absorb(tokens)
         for config in dict.fromkeys([now, *(LatentTileConfig(*each, 1) for each in INTO[size_class(tokens)])]):
 
-            def enter(
-                up, config=config, q=q, x=x, wide=wide, slots=slots, positions=positions, count=count, pages=pages
-            ):
-                latent.enter(
-                    q, x, angles, slots, pages, up, weight=weight, eps=1e-6, positions=positions, out=wide, count=count, config=config,
-                    pdl=True,
-                )  # fmt: skip
+            def entering(up, config=config, q=q, x=x, wide=wide, slots=slots, pages=pages, given=given):
+                if len(q) <= 256:
+                    latent.enter(q, x, angles, slots, pages, up, out=wide, config=config, **given)
+                else:
+                    latent.absorb(q, up, rope=ROPE, out=wide, config=config, pdl=True)
 
-            def absorbing(up, config=config, q=q, wide=wide):
-                latent.absorb(q, up, rope=ROPE, out=wide, config=config, pdl=True)
-
-            def into_error(call, q=q, wide=wide):
+            def into_error(call=entering, q=q, wide=wide):
                 call(ups[0])
                 each = q[-8:].double().unflatten(-1, (HEADS, -1))[..., :NOPE]
                 truth = torch.einsum("thn,hnc->thc", each, ups[0].data[0][:, :NOPE].double())
                 return difference(wide[-8:, :, :RANK], truth)
 
-            for name, call in (("enter", enter), ("absorb", absorbing)):
-                if (name == "enter") == (tokens <= 256):
-                    calls = [partial(call, up) for up in some]
-                    case = Case(
-                        "around", f"{name} T={tokens}", tag(config), calls, bytes=amount, flops=flops, error=partial(into_error, call)
-                    )  # fmt: skip
-                    yield Candidate(case, config == now)
+            yield case(tag(config), [partial(entering, up) for up in some], error=into_error, off=config == now)
         if tokens == 8192:
-            yield from library_candidate(bench, ups[0], q, wide, amount, flops)
-
-            def store(q=q, x=x, slots=slots, positions=positions, count=count, pages=pages):
-                latent.latent_store(
-                    q,
-                    x,
-                    angles,
-                    slots,
-                    pages,
-                    heads=HEADS,
-                    weight=weight,
-                    eps=1e-6,
-                    positions=positions,
-                    count=count,
-                    pdl=True,
-                )
-
+            by_head = q.view(tokens, HEADS, KEY)[..., :NOPE].transpose(0, 1)
+            library = partial(torch.bmm, by_head, ups[0].data[0][:, :NOPE], out=bench.empty(HEADS, tokens, RANK))
+            yield case("torch.bmm, by head, rope not copied", [(lambda: None) if bench.dry else library])
+            store = partial(latent.latent_store, q, x, angles, slots, pages, heads=HEADS, **given)
             moved = 2.0 * tokens * (2 * HEADS * ROPE + 2 * WIDTH)
-            yield Candidate(Case("around", f"store T={tokens}", "", [store], bytes=moved), off=True)
+            yield Case("around", f"store T={tokens}", "", [store], bytes=moved, off=True)
         for splits in {1: (1, 8, 64), 16: (1, 8), 64: (1, 4)}.get(tokens, (1,)):
-            now = TABLE.latent_leave(tokens, splits=splits)
-            floats = latent.parts_floats(tokens, HEADS, RANK, splits)
-            parts = (
-                bench.normal(floats, dtype=F32).abs_()
-                if floats and not bench.dry
-                else bench.empty(floats, dtype=F32)
-                if floats
-                else None
+            yield from leave_cases(bench, some, wide, splits=splits, out=out)
+
+
+def leave_cases(
+    bench: Bench, ups: list[LatentUp], wide: torch.Tensor, *, splits: int, out: torch.Tensor
+) -> Iterator[Case]:
+    """The way out of the space of latents, from `wide` or from parts of it over splits."""
+    tokens, parts = len(wide), None
+    floats = latent.parts_floats(tokens, HEADS, RANK, splits)
+    if floats:
+        parts = bench.empty(floats, dtype=F32) if bench.dry else bench.normal(floats, dtype=F32).abs_()
+
+    def truth() -> torch.Tensor:
+        """Of the last tokens."""
+        if parts is None:
+            came = wide[-8:, :, :RANK].double()
+        else:
+            cut = tokens * HEADS * splits
+            sums = parts[: cut * RANK].view(tokens, HEADS, splits, RANK).double()
+            most, total = (
+                part.view(tokens, HEADS, splits, 1).double() for part in (parts[cut * RANK : -cut], parts[-cut:])
             )
-            read = (
-                UP_BYTES / 2 + (4.0 * floats if floats else 2.0 * tokens * HEADS * RANK) + 2.0 * tokens * HEADS * VALUE
-            )
-            for config in dict.fromkeys([now, *(LatentTileConfig(*each) for each in OUT_OF[size_class(tokens)])]):
+            share = torch.exp2(most - most.amax(2, keepdim=True))
+            came = ((share * sums).sum(2) / (share * total).sum(2))[-8:]
+        return torch.einsum("thc,hvc->thv", came, ups[0].data[0][:, NOPE:].double()).flatten(1)
 
-                def leaving(up, config=config, parts=parts, splits=splits, wide=wide, out=out):
-                    latent.leave(wide, up, out=out, parts=parts, splits=splits, config=config, pdl=True)
+    def error(call: Callable[..., object]) -> float:
+        return written(call, out, truth(), slice(-8, None))
 
-                def error(call=leaving, parts=parts, splits=splits, wide=wide, out=out, tokens=tokens):
-                    call(ups[0])
-                    if parts is None:
-                        came = wide[-8:, :, :RANK].double()
-                    else:
-                        cut = tokens * HEADS * splits
-                        sums = parts[: cut * RANK].view(tokens, HEADS, splits, RANK).double()
-                        top, total = (
-                            each.view(tokens, HEADS, splits, 1).double()
-                            for each in (parts[cut * RANK : -cut], parts[-cut:])
-                        )
-                        share = torch.exp2(top - top.amax(2, keepdim=True))
-                        came = ((share * sums).sum(2) / (share * total).sum(2))[-8:]
-                    return difference(
-                        out[-8:], torch.einsum("thc,hvc->thv", came, ups[0].data[0][:, NOPE:].double()).flatten(1)
-                    )
-
-                calls = [partial(leaving, up) for up in some]
-                name = f"leave T={tokens} S={splits}"
-                case = Case(
-                    "around",
-                    name,
-                    tag(config),
-                    calls,
-                    bytes=read,
-                    flops=2.0 * tokens * HEADS * VALUE * RANK,
-                    error=error,
-                )
-                yield Candidate(case, config == now)
-
-
-def library_candidate(
-    bench: Bench, up: LatentUp, q: torch.Tensor, wide: torch.Tensor, amount: float, flops: float
-) -> Iterator[Candidate]:
-    """torch.bmm over heads, whose result lies by head."""
-    x = q.view(len(q), HEADS, KEY)[..., :NOPE].transpose(0, 1)
-    w, out = up.data[0][:, :NOPE], bench.empty(HEADS, len(q), RANK)
-
-    def call() -> None:
-        if not bench.dry:
-            torch.bmm(x, w, out=out)
-
-    yield Candidate(
-        Case("around", f"absorb T={len(q)}", "torch.bmm, by head, rope not copied", [call], bytes=amount, flops=flops)
-    )
+    read = UP_BYTES / 2 + (4.0 * floats if floats else 2.0 * tokens * HEADS * RANK) + 2.0 * tokens * HEADS * VALUE
+    flops = 2.0 * tokens * HEADS * VALUE * RANK
+    case = partial(Case, "around", f"leave T={tokens} S={splits}", bytes=read, flops=flops)
+    now = TABLE.latent_leave(tokens, splits=splits)
+    for config in dict.fromkeys([now, *(LatentTileConfig(*each) for each in OUT_OF[size_class(tokens)])]):
+        given = {"parts": parts, "splits": splits, "config": config, "pdl": True}
+        calls = [partial(latent.leave, wide, up, out=out, **given) for up in ups]
+        check = partial(error, partial(latent.leave, wide, ups[0], **given))
+        yield case(tag(config), calls, error=check, off=config == now)
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
 PROMPTS = {
-    "2 x 4096": [(4096, 4096)] * 2,
-    "16 x 512": [(512, 512)] * 16,
-    "1 x 128": [(128, 128)],
-    "3584 of 4096": [(3584, 4096)],
-}
+    "2 x 4096": [(4096, 4096)] * 2, "16 x 512": [(512, 512)] * 16, "1 x 128": [(128, 128)], "3584 of 4096": [(3584, 4096)],
+}  # fmt: skip
 GOING_ON = {
     "1 x 2048 of 4096": [(2048, 4096)], "4 x 512 of 2048": [(512, 2048)] * 4, "1 x 256 of 16384": [(256, 16384)],
     "1 x 16 of 512": [(16, 512)],
@@ -338,10 +251,10 @@ def pairs_of(shapes: list[tuple[int, int]]) -> float:
     return sum(n * (length - n) + n * (n + 1) / 2 for n, length in shapes)
 
 
-def naive_candidates(bench: Bench) -> Iterator[Candidate]:
+def naive_cases(bench: Bench) -> Iterator[Case]:
     up = make_up(bench)
     for name, shapes in PROMPTS.items():
-        step = Rows(bench, shapes, copies=1)
+        step = Rows(bench, shapes, times=1)
         lengths = torch.tensor([0] + [length for _, length in shapes], dtype=torch.int32, device=bench.device)
         keys, key_start = sum(length for _, length in shapes), lengths.cumsum(0).int()
         kv = bench.empty(keys, HEADS, KEY + VALUE)
@@ -364,13 +277,11 @@ def naive_candidates(bench: Bench) -> Iterator[Candidate]:
             LatentTileConfig(128, 128, 8, 3, 32), LatentTileConfig(128, 128, 4, 3, 64), LatentTileConfig(64, 128, 8, 3, 64),
         ]  # fmt: skip
         amount = 2.0 * keys * (WIDTH + HEADS * (KEY + VALUE)) + UP_BYTES
+        flops = 2.0 * keys * RANK * HEADS * (NOPE + VALUE)
+        case = partial(Case, "naive", f"make keys {name}", bytes=amount, flops=flops)
         for config in dict.fromkeys([now, *others]):
             call = partial(making, config)
-            case = Case(
-                "naive", f"make keys {name}", tag(config), [call], bytes=amount, flops=2.0 * keys * RANK * HEADS * (NOPE + VALUE),
-                error=partial(keys_error, call),
-            )  # fmt: skip
-            yield Candidate(case, config == now)
+            yield case(tag(config), [call], error=partial(keys_error, call), off=config == now)
 
         def attending(config: PrefillConfig | None, step=step, kv=kv, given=given) -> None:
             if config is None:
@@ -396,12 +307,12 @@ def naive_candidates(bench: Bench) -> Iterator[Candidate]:
         for config in [*dict.fromkeys(own), *([None] if with_library else [])]:
             call = partial(attending, config)
             text = "FlashAttention 3" if config is None else tag(config)
-            case = Case("naive", f"fresh {name}", text, [call], flops=flops, error=partial(attention_error, call))
-            yield Candidate(case, config == table)
+            check = partial(attention_error, call)
+            yield Case("naive", f"fresh {name}", text, [call], flops=flops, error=check, off=config == table)
         del step, kv, given
 
 
-def absorbed_candidates(bench: Bench) -> Iterator[Candidate]:
+def absorbed_cases(bench: Bench) -> Iterator[Case]:
     up = make_up(bench)
     now = TABLE.latent_prefill()
     others = [
@@ -410,7 +321,7 @@ def absorbed_candidates(bench: Bench) -> Iterator[Candidate]:
         LatentPrefillConfig(32, 16, 32, 8, 2), LatentPrefillConfig(32, 16, 32, 4, 3), LatentPrefillConfig(16, 16, 32, 4, 5),
     ]  # fmt: skip
     for name, shapes in GOING_ON.items():
-        step = Rows(bench, shapes, copies=1)
+        step = Rows(bench, shapes, times=1)
         for config in dict.fromkeys([now, *others]):
 
             def call(config=config, step=step):
@@ -426,22 +337,21 @@ def absorbed_candidates(bench: Bench) -> Iterator[Candidate]:
                 return step.error(up, step.out)
 
             flops = 2.0 * HEADS * (WIDTH + RANK) * pairs_of(shapes)
-            yield Candidate(
-                Case("absorbed", f"absorbed {name}", tag(config), [call], flops=flops, error=error), config == now
-            )
+            op = f"absorbed {name}"
+            yield Case("absorbed", op, tag(config), [call], flops=flops, error=error, off=config == now)
         del step
 
 
 # ----------------------------------------------------------------------------------------------------------------- step
 
 
-def step_candidates(bench: Bench) -> Iterator[Candidate]:
+def step_cases(bench: Bench) -> Iterator[Case]:
     """enter, decode and leave of one-token rows with the constants of the table, back to back."""
     angles, weight = bench.angles(ROPE, 1 << 15), bench.normal(RANK, dtype=F32)
     for rows, length in ((1, 384), (1, 4096), (8, 1024), (32, 1024), (64, 640), (128, 640), (256, 400)):
         amount = 2.0 * rows * length * WIDTH
-        copies = base.copies(amount + UP_BYTES, most=27)
-        step, ups = Rows(bench, [(1, length)] * rows, copies=copies), [make_up(bench) for _ in range(copies)]
+        times = copies(amount + UP_BYTES, most=27)
+        step, ups = Rows(bench, [(1, length)] * rows, times=times), [make_up(bench) for _ in range(times)]
         config = TABLE.latent_decode(rows, length, heads=HEADS)
         floats = latent.parts_floats(rows, HEADS, RANK, config.splits)
         parts = bench.empty(floats, dtype=F32) if floats else None
@@ -455,9 +365,8 @@ def step_candidates(bench: Bench) -> Iterator[Candidate]:
                 config=TABLE.latent_absorb(rows), pdl=True,
             )  # fmt: skip
             latent.latent_decode(
-                step.wide, pages, lengths=step.lengths, page_table=step.table, scale=SCALE, rope=ROPE, rows=step.count, parts=parts,
-                config=config, pdl=True,
-            )  # fmt: skip
+                step.wide, pages, scale=SCALE, rope=ROPE, parts=parts, config=config, pdl=True, **step.paged()
+            )
             latent.leave(
                 step.wide, up, out=step.out, parts=parts, splits=config.splits, count=step.count,
                 config=TABLE.latent_leave(rows, splits=config.splits), pdl=True,
@@ -474,110 +383,24 @@ def step_candidates(bench: Bench) -> Iterator[Candidate]:
             return truth.error(ups[0], step.out)
 
         calls = [partial(call, pages, up) for pages, up in zip(step.pages, ups, strict=True)]
-        case = Case("step", f"step R={rows} L={length}", tag(config), calls, bytes=amount + UP_BYTES, error=error)
-        yield Candidate(case, off=True)
+        op, amount = f"step R={rows} L={length}", amount + UP_BYTES
+        yield Case("step", op, tag(config), calls, bytes=amount, error=error, off=True)
         del step, ups
 
 
-CANDIDATES: dict[str, Callable[[Bench], Iterator[Candidate]]] = {
-    "absorbed": absorbed_candidates,
-    "around": around_candidates,
-    "decode": decode_candidates,
-    "naive": naive_candidates,
-    "step": step_candidates,
+GROUPS: dict[str, Callable[[Bench], Iterator[Case]]] = {
+    "decode": decode_cases,
+    "around": around_cases,
+    "naive": naive_cases,
+    "absorbed": absorbed_cases,
+    "step": step_cases,
 }
-
-
-def all_candidates(bench: Bench, groups: list[str]) -> Iterator[Candidate]:
-    for group in groups:
-        yield from CANDIDATES[group](bench)
-        if not bench.dry and bench.device == "cuda":
-            torch.cuda.empty_cache()
-
-
-# ----------------------------------------------------------------------------------------------------------------- main
-
-
-def compile_all(bench: Bench, groups: list[str], *, shard: int | None, shards: int) -> int:
-    """Compiles every candidate, or every n-th; returns how many failed."""
-    began, seen, failed = time.perf_counter(), 0, 0
-    for index, candidate in enumerate(all_candidates(bench, groups)):
-        if shard is None or index % shards == shard:
-            try:
-                candidate.case.calls[0]()
-            except Exception as problem:
-                failed += 1
-                text = f"{type(problem).__name__}: {str(problem)[:300]}"
-                print(f"{candidate.case.op} {candidate.case.candidate}: {text}", flush=True)
-            seen += 1
-    print(f"compiled {seen} candidates, {failed} failed, in {time.perf_counter() - began:.0f} s", flush=True)
-    return failed
-
-
-def shown(row: dict) -> str:
-    error = "" if row["error"] is None else f"{row['error']:.1e}"
-    return (
-        f"{'off' if row['off'] else 'on ':3} {row['op']:28} {row['candidate']:40} {row['us']:9.2f} us {row['gb_per_s']:6.0f} GB/s "
-        f"{row['tflop_per_s']:6.1f} TF/s {row['fraction']:5.2f} {error}"
-    )
-
-
-def report(rows: list[dict], op: str) -> None:
-    """Off, the library, and the two best of one op; and what failed."""
-    of_op = [row for row in rows if row["op"] == op]
-    good = sorted((row for row in of_op if not row["note"]), key=lambda row: row["us"])
-    for place, row in enumerate(good):
-        if place < 2 or row["off"] or "(" not in row["candidate"]:
-            print(shown(row), flush=True)
-    for row in of_op:
-        if row["note"]:
-            print(f"!   {row['op']} {row['candidate']}: {row['note']}", flush=True)
+"""In the order of a plain run."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(GROUPS))
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--shards", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
-    parser.add_argument("--out", default=None)
-    args = parser.parse_args()
-    groups, began = args.only.split(","), time.perf_counter()
-    if args.dry or args.shard is not None:
-        base.dry_driver() if args.dry else None
-        bench = Bench(device="cpu" if args.dry else "cuda", dry=True)
-        return 1 if compile_all(bench, groups, shard=args.shard, shards=args.shards) else 0
-    if args.shards:
-        words = [sys.executable, __file__, *sys.argv[1:]]
-        running = [subprocess.Popen([*words, "--shard", str(i)], stdout=subprocess.DEVNULL) for i in range(args.shards)]
-        for process in running:
-            process.wait()
-        print(f"# compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    bench, limits = Bench(device="cuda", dry=False), base.ceilings()
-    print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
-    rows: list[dict] = []
-
-    def save() -> None:
-        if args.out:
-            record = {
-                "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-                "command": " ".join(sys.argv), "ceilings": limits, "ops": rows, "seconds": time.perf_counter() - began,
-            }  # fmt: skip
-            Path(args.out).write_text(json.dumps(record, indent=1))
-
-    last = None
-    for candidate in all_candidates(bench, groups):
-        result = asdict(base.measured(candidate.case, limits)) | {"off": candidate.off}
-        if last is not None and last != result["op"]:
-            report(rows, last)
-            save()
-        last = result["op"]
-        rows.append(result)
-    if last is not None:
-        report(rows, last)
-    save()
-    print(f"# {len(rows)} candidates, done in {time.perf_counter() - began:.0f} s", flush=True)
-    return 0
+    args = rounds.parser(__doc__, groups=GROUPS).parse_args()
+    return rounds.run(args, partial(rounds.of_groups, GROUPS, args.only))
 
 
 if __name__ == "__main__":

@@ -12,27 +12,21 @@
 FP8 ones come by output ("fp8") and by blocks ("fp8_block"). In this order, which is that of importance; what the time does not suffice for
 is left out, and the record says so.
 
-
-Off: what the table of constants says now. Knows: which candidates are open. Refuses to know: how to time and check (benchmarks/kernels.py).
+Off: what the table of constants says now. Knows: which candidates are open. Refuses to know: how to time and record (rounds.py).
 Routing is uniform and random, which reads the most weights: a trained router's tokens share experts more often.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-import kernels as base
+import rounds
 import torch
 import triton
-from kernels import BF16, F32, FP8, Bench, Case, difference, tag
+from rounds import BF16, F32, FP8, Bench, Case, copies, difference, settle, tag, written
 
 from tradewind.kernels import reference_fp8, reference_moe
 from tradewind.kernels.ops import PackedExperts, PackedMatrix, Routing
@@ -84,6 +78,7 @@ MODEL = asked_model()
 ROUTING = Routing(top_k=MODEL.chosen)
 SIZES = (2, 8, 16, 32, 64, 128, 256, 1024, 8192)
 LAYOUTS = ("bf16", "fp8", "fp8_block")
+GROUPS = ("shared", "layer", "one", "dense", "tiles", "route")
 
 
 class Layer:
@@ -151,7 +146,7 @@ class Step:
         programs = triton.cdiv(tokens, self.each)
         self.counts, self.base = (bench.zeros(programs, m.experts) for _ in range(2))
         self.order, self.used = bench.zeros(self.pairs), bench.zeros(1)
-        self.count = torch.full((1,), tokens, dtype=torch.int32, device=bench.device)
+        self.count = bench.full(1, tokens)
         self.blocks = bench.zeros(3, route.most_blocks(self.pairs, experts=m.experts, block=16))
         self.run_route()
 
@@ -172,22 +167,18 @@ class Step:
         )  # fmt: skip
 
     def places(self, config: TileConfig, way: str) -> dict:
-        return (
-            {"count": self.count}
-            if way == "few"
-            else {"order": self.order, "blocks": self.table(config.bm), "used": self.used}
-        )
+        if way == "few":
+            return {"count": self.count}
+        return {"order": self.order, "blocks": self.table(config.bm), "used": self.used}
 
-    def run_gate_up(self, config: TileConfig, way: str, out: torch.Tensor | None = None) -> None:
+    def run_tiles(self, config: TileConfig, way: str, *, gated: bool, out: torch.Tensor | None = None) -> None:
+        """Gate and up, or down; without `out` into the step's own buffers."""
+        layer, own = self.layer, self.inner if gated else self.answers
+        x, x_scale = (self.small, self.x_scale) if gated else (self.inner_small, self.inner_scale)
+        weight, scale = (layer.gate_up, layer.gate_up_scale) if gated else (layer.down, layer.down_scale)
         moe.expert_tiles(
-            self.small, self.layer.gate_up, self.ids, out=self.inner if out is None else out, gated=True, scale=self.layer.gate_up_scale,
-            x_scale=self.x_scale, config=config, pdl=True, **self.places(config, way),
-        )  # fmt: skip
-
-    def run_down(self, config: TileConfig, way: str, out: torch.Tensor | None = None) -> None:
-        moe.expert_tiles(
-            self.inner_small, self.layer.down, self.ids, out=self.answers if out is None else out, gated=False,
-            scale=self.layer.down_scale, x_scale=self.inner_scale, config=config, pdl=True, **self.places(config, way),
+            x, weight, self.ids, out=own if out is None else out, gated=gated, scale=scale, x_scale=x_scale, config=config, pdl=True,
+            **self.places(config, way),
         )  # fmt: skip
 
     def distinct(self) -> int:
@@ -196,12 +187,6 @@ class Step:
 
 
 # --------------------------------------------------------------------------------------------------------------- groups
-
-
-@dataclass
-class Candidate:
-    case: Case
-    off: bool = False
 
 
 def sort_error(step: Step) -> float:
@@ -219,26 +204,21 @@ def route_error(step: Step) -> float:
     return float((wanted != step.ids).sum()) + difference(step.weights, weights)
 
 
-def route_candidates(bench: Bench) -> Iterator[Candidate]:
+def route_cases(bench: Bench) -> Iterator[Case]:
     layer = Layer(bench, layout="bf16")
     for tokens, each in ((1, 1), (16, 16), (256, 16), (8192, 32), (8192, 16), (8192, 64)):
         step = Step(bench, layer, tokens, each=each)
         amount, off = tokens * (MODEL.experts * 4.0 + MODEL.chosen * 8), each < 64 and (tokens, each) != (8192, 16)
-        text = f"{each} tokens a program"
-        case = Case(
-            "route", f"route T={tokens}", text, [step.run_route], bytes=amount, error=partial(route_error, step)
-        )
-        yield Candidate(case, off)
+        case = partial(Case, "route", candidate=f"{each} tokens a program", bytes=amount, off=off)
+        yield case(f"route T={tokens}", calls=[step.run_route], error=partial(route_error, step))
         if tokens > 1:
-            call = partial(step.run_sort, 32)
-            case = Case("route", f"sort T={tokens}", text, [call], bytes=amount, error=partial(sort_error, step))
-            yield Candidate(case, off)
+            yield case(f"sort T={tokens}", calls=[partial(step.run_sort, 32)], error=partial(sort_error, step))
 
 
-def gemv_candidates(bench: Bench) -> Iterator[Candidate]:
+def gemv_cases(bench: Bench) -> Iterator[Case]:
     """The dense matrices of a layer for one token."""
     for name, features, depth, normed in MODEL.dense:
-        weights = [bench.normal(features, depth, scale=depth**-0.5) for _ in range(base.copies(features * depth * 2))]
+        weights = [bench.normal(features, depth, scale=depth**-0.5) for _ in range(copies(features * depth * 2))]
         gain = bench.normal(depth, dtype=F32) if normed else None
         x = bench.normal(1, depth, dtype=F32 if normed else BF16)
         out = bench.normal(1, features, dtype=F32)
@@ -248,25 +228,33 @@ def gemv_candidates(bench: Bench) -> Iterator[Candidate]:
             GemvConfig(1, 2048, 2),
             GemvConfig(2, 2048, 4), GemvConfig(1, 1024, 4, narrow=True), GemvConfig(1, 2048, 4, narrow=True), GemvConfig(2, 4096, 8),
         ]  # fmt: skip
+        truth = None
+        if not bench.dry:
+            y = x.double()
+            if gain is not None:
+                y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-6) * gain.double()
+            truth = y @ weights[0].double().T
         for config in (now, *(c for c in found if c != now)):
+            call = partial(gemv, x, gain=gain, config=config)
+            error = partial(gemv_error, partial(call, weights[0]), out, truth)
+            calls = [partial(call, weight, out=out) for weight in weights]
+            amount = 2.0 * features * depth
+            yield Case("one", f"one {name}", tag(config), calls, bytes=amount, error=error, off=config == now)
 
-            def call(weight, target, x=x, gain=gain, config=config, normed=normed):
-                residual = None if normed else target
-                skinny.skinny_linear(
-                    x, weight, out=target, norm=gain, eps=1e-6, residual=residual, config=config, pdl=True
-                )
 
-            def error(call=call, weight=weights[0], x=x, gain=gain, out=out):
-                target = torch.zeros_like(out)
-                call(weight, target)
-                y = x.double()
-                if gain is not None:
-                    y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-6) * gain.double()
-                return difference(target, y @ weight.double().T)
+def gemv(
+    x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, gain: torch.Tensor | None, config: GemvConfig
+) -> None:
+    """Behind a norm, or added to what is there."""
+    residual = None if gain is not None else out
+    skinny.skinny_linear(x, weight, out=out, norm=gain, eps=1e-6, residual=residual, config=config, pdl=True)
 
-            calls = [partial(call, weight, out) for weight in weights]
-            case = Case("one", f"one {name}", tag(config), calls, bytes=2.0 * features * depth, error=error)
-            yield Candidate(case, config == now)
+
+def gemv_error(call: Callable[..., object], like: torch.Tensor, truth: torch.Tensor) -> float:
+    """Added to zeros, it is the product."""
+    out = torch.zeros_like(like)
+    call(out=out)
+    return difference(out, truth)
 
 
 GEMV = {
@@ -299,55 +287,45 @@ GEMV = {
 """(gated, FP8) -> candidates."""
 
 
-def one_candidates(bench: Bench, layer: Layer) -> Iterator[Candidate]:
+def one_cases(bench: Bench, layer: Layer) -> Iterator[Case]:
     m, count = MODEL, MODEL.experts // MODEL.chosen
-    order = (
-        torch.arange(m.experts, device=bench.device).int()
-        if bench.dry
-        else torch.randperm(m.experts, device=bench.device).int()
-    )
-    sets = [
-        order[i * m.chosen : (i + 1) * m.chosen][None] for i in range(count)
-    ]  # disjoint: nothing is found in the L2
+    order = (torch.arange if bench.dry else torch.randperm)(m.experts, device=bench.device).int()
+    # Disjoint: nothing is found in the L2.
+    sets = [order[i * m.chosen : (i + 1) * m.chosen][None] for i in range(count)]
     stream, inner = bench.normal(1, m.hidden, dtype=F32), bench.normal(m.chosen, m.inner)
-    out, weights = bench.normal(1, m.hidden, dtype=F32), bench.normal(1, m.chosen, dtype=F32)
+    held, weights = bench.normal(1, m.hidden, dtype=F32), bench.normal(1, m.chosen, dtype=F32)
+
+    def call(ids: torch.Tensor, *, out: torch.Tensor, gated: bool, config: ExpertGemvConfig) -> None:
+        if gated:
+            moe.one_gate_up(
+                stream, ids, layer.gate_up, out=out, scale=layer.gate_up_scale, norm=layer.gain, eps=1e-6, config=config, pdl=True
+            )  # fmt: skip
+        else:
+            moe.one_down(
+                inner, ids, weights, layer.down, out=out, scale=layer.down_scale, residual=held, config=config, pdl=True
+            )
+
+    def truth(gated: bool) -> torch.Tensor:
+        if gated:
+            x = stream.double()
+            x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * layer.gain.double()
+            both = layer.values("gate_up", sets[0][0].long()) @ x[0]
+            return torch.nn.functional.silu(both[:, : m.inner]) * both[:, m.inner :]
+        each = torch.einsum("knf,kf->kn", layer.values("down", sets[0][0].long()), inner.double())
+        return held.double() + weights.double() @ each
 
     for gated in (True, False):
         name = ("gate_up" if gated else "down") + layer.suffix
         now = TABLE.expert_gemv(*((m.inner, m.hidden) if gated else (m.hidden, m.inner)), gated=gated, fp8=layer.fp8)
+        amount = layer.read_bytes(m.chosen) * (2 / 3 if gated else 1 / 3)
+        target = inner if gated else bench.empty(1, m.hidden, dtype=F32)
         for config in (now, *(c for c in GEMV[gated, layer.fp8] if c != now)):
 
-            def call(ids, target, gated=gated, config=config):
-                if gated:
-                    moe.one_gate_up(
-                        stream, ids, layer.gate_up, out=target, scale=layer.gate_up_scale, norm=layer.gain, eps=1e-6,
-                        config=config, pdl=True
-                    )  # fmt: skip
-                else:
-                    moe.one_down(
-                        inner, ids, weights, layer.down, out=target, scale=layer.down_scale, residual=out, config=config, pdl=True
-                    )  # fmt: skip
+            def error(gated=gated, target=target, config=config) -> float:
+                return written(partial(call, sets[0], gated=gated, config=config), target, truth(gated))
 
-            def error(gated=gated, call=call):
-                target = bench.empty(m.chosen, m.inner) if gated else bench.empty(1, m.hidden, dtype=F32)
-                call(sets[0], target)
-                if gated:
-                    x = (
-                        stream.double()
-                        * torch.rsqrt(stream.double().square().mean(1, keepdim=True) + 1e-6)
-                        * layer.gain.double()
-                    )
-                    both = layer.values("gate_up", sets[0][0].long()) @ x[0]
-                    truth = torch.nn.functional.silu(both[:, : m.inner]) * both[:, m.inner :]
-                else:
-                    each = torch.einsum("knf,kf->kn", layer.values("down", sets[0][0].long()), inner.double())
-                    truth = out.double() + weights.double() @ each
-                return difference(target, truth)
-
-            target = inner if gated else bench.empty(1, m.hidden, dtype=F32)
-            calls = [lambda ids=ids, call=call, target=target: call(ids, target) for ids in sets]
-            amount = layer.read_bytes(m.chosen) * (2 / 3 if gated else 1 / 3)
-            yield Candidate(Case("one", f"one {name}", tag(config), calls, bytes=amount, error=error), config == now)
+            calls = [partial(call, ids, out=target, gated=gated, config=config) for ids in sets]
+            yield Case("one", f"one {name}", tag(config), calls, bytes=amount, error=error, off=config == now)
 
 
 def tile_configs(tokens: int, now: TileConfig, *, fp8: bool) -> list[TileConfig]:
@@ -392,7 +370,7 @@ def engine_configs(tokens: int) -> list[TileConfig]:
     return []
 
 
-def tile_candidates(bench: Bench, layer: Layer, sizes: tuple[int, ...]) -> Iterator[Candidate]:
+def tile_cases(bench: Bench, layer: Layer, sizes: tuple[int, ...]) -> Iterator[Case]:
     m = MODEL
     for tokens in sizes:
         step = Step(bench, layer, tokens)
@@ -402,37 +380,25 @@ def tile_candidates(bench: Bench, layer: Layer, sizes: tuple[int, ...]) -> Itera
             depth = m.hidden if gated else m.inner
             now = TABLE.expert_tile(tokens, m.chosen, m.experts, depth, fp8=layer.fp8)
             flops = 2.0 * step.pairs * m.hidden * m.inner * (2 if gated else 1)
-            ways = (
-                ["few", "sorted"] if tokens in (8, 16) else ["few" if tokens <= TABLE.few_expert_tokens else "sorted"]
-            )
+            usual = "few" if tokens <= TABLE.few_expert_tokens else "sorted"
+            case = partial(Case, "tiles", name, bytes=read * (2 / 3 if gated else 1 / 3), flops=flops)
             if not bench.dry and not layer.fp8 and tokens >= 32 and gated:
-                yield from library_candidate(step, layer, name, read * 2 / 3, flops)
+                yield case("torch._grouped_mm, rows gathered, no SwiGLU", [library_call(step)])
             for config in (now, *tile_configs(tokens, now, fp8=layer.fp8)):
-                for way in ways:
-
-                    def prepare(step=step, config=config, way=way):
-                        if way == "sorted":
-                            step.run_sort(config.bm)
-
-                    def call(target=None, step=step, config=config, way=way, gated=gated):
-                        (step.run_gate_up if gated else step.run_down)(config, way, target)
-
-                    def error(step=step, gated=gated, way=way, call=call, prepare=prepare):
-                        prepare()
-                        target = torch.full_like(step.inner if gated else step.answers, float("nan"))
-                        call(target)
-                        return tile_error(step, layer, target, gated=gated, way=way)
-
-                    off = config == now and way == ("few" if tokens <= TABLE.few_expert_tokens else "sorted")
-                    case = Case(
-                        "tiles", name, f"{way} {tag(config)}", [call], bytes=read * (2 / 3 if gated else 1 / 3), flops=flops, error=error
-                    )  # fmt: skip
-                    yield Candidate(case, off)
+                for way in ("few", "sorted") if tokens in (8, 16) else (usual,):
+                    call = partial(step.run_tiles, config, way, gated=gated)
+                    error = partial(tile_error, step, call, config, gated=gated, way=way)
+                    off = config == now and way == usual
+                    yield case(f"{way} {tag(config)}", [call], error=error, off=off)
 
 
-def tile_error(step: Step, layer: Layer, target: torch.Tensor, *, gated: bool, way: str) -> float:
+def tile_error(step: Step, call: Callable[..., object], config: TileConfig, *, gated: bool, way: str) -> float:
     """Of some pairs, among them the first and the last."""
-    m = MODEL
+    m, layer = MODEL, step.layer
+    if way == "sorted":
+        step.run_sort(config.bm)
+    target = torch.full_like(step.inner if gated else step.answers, float("nan"))
+    call(out=target)
     some = torch.tensor(sorted({0, 1, step.pairs // 2, step.pairs - 1}), device=target.device)
     place = some
     pair = step.order.long()[some] if way == "sorted" else some
@@ -447,34 +413,26 @@ def tile_error(step: Step, layer: Layer, target: torch.Tensor, *, gated: bool, w
     return difference(target[pair], y)
 
 
-def library_candidate(step: Step, layer: Layer, name: str, amount: float, flops: float) -> Iterator[Candidate]:
+def library_call(step: Step) -> Callable[[], object]:
     """torch's grouped matmul on rows that are gathered already, without SwiGLU."""
     ends = torch.bincount(step.ids.view(-1).long(), minlength=MODEL.experts).cumsum(0).int()
     rows = step.x.repeat_interleave(MODEL.chosen, 0)
-
-    def call() -> None:
-        torch._grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends)
-
-    yield Candidate(
-        Case("tiles", name, "torch._grouped_mm, rows gathered, no SwiGLU", [call], bytes=amount, flops=flops)
-    )
+    return partial(torch._grouped_mm, rows, step.layer.gate_up.transpose(1, 2), offs=ends)
 
 
-def layer_candidates(bench: Bench, layer: Layer) -> Iterator[Candidate]:
+def layer_cases(bench: Bench, layer: Layer) -> Iterator[Case]:
     m = MODEL
     for tokens in (1, *SIZES):
         step = Step(bench, layer, tokens)
         read = layer.read_bytes(step.distinct())
         flops = 6.0 * step.pairs * m.hidden * m.inner
-        for pdl_text, sorted_too in (("as planned", False), ("not early" if tokens == 1 else "sorted", True)):
-            if sorted_too and tokens > TABLE.few_expert_tokens:
-                continue
-
-            def call(step=step, tokens=tokens, sorted_too=sorted_too):
-                whole_layer(bench, step, sort=sorted_too or tokens > TABLE.few_expert_tokens, early=not sorted_too)
-
-            name = f"layer{layer.suffix} T={tokens} ({step.distinct()} experts)"
-            yield Candidate(Case("layer", name, pdl_text, [call] * 4, bytes=read, flops=flops), not sorted_too)
+        few = tokens <= TABLE.few_expert_tokens
+        name = f"layer{layer.suffix} T={tokens} ({step.distinct()} experts)"
+        case = partial(Case, "layer", name, bytes=read, flops=flops)
+        yield case("as planned", [partial(whole_layer, bench, step, sort=not few, early=True)] * 4, off=True)
+        if few:
+            text = "not early" if tokens == 1 else "sorted"
+            yield case(text, [partial(whole_layer, bench, step, sort=True, early=False)] * 4)
 
 
 def whole_layer(bench: Bench, step: Step, *, sort: bool, early: bool) -> None:
@@ -510,10 +468,10 @@ def whole_layer(bench: Bench, step: Step, *, sort: bool, early: bool) -> None:
         step.run_sort(configs[0].bm)
     if layer.fp8:
         quantise(layer)(step.x, out=step.small, scale=step.x_scale, pdl=True)
-    step.run_gate_up(configs[0], way)
+    step.run_tiles(configs[0], way, gated=True)
     if layer.fp8:
         quantise(layer)(step.inner, out=step.inner_small, scale=step.inner_scale, pdl=True)
-    step.run_down(configs[1], way)
+    step.run_tiles(configs[1], way, gated=False)
     moe.combine_norm(
         step.stream, step.answers, step.weights, layer.gain, eps=1e-6, out=step.normed, count=step.count, pdl=True
     )
@@ -557,10 +515,10 @@ def dense_configs(rows: int, now: TileConfig) -> list[TileConfig]:
     return [now, *(config for config in found if config != now)]
 
 
-def dense_candidates(bench: Bench) -> Iterator[Candidate]:
+def dense_cases(bench: Bench) -> Iterator[Case]:
     """The largest matrix of a layer by blocks, beside the library's FP8 matmul with a scale for each output."""
     _, n, k, _ = MODEL.dense[0]
-    count = base.copies(n * k)
+    count = copies(n * k)
     weights = [bench.normal(n, k, dtype=FP8, scale=100.0) for _ in range(count)]
     scale = torch.rand((n // blocks.ROWS, blocks.parts(k)), device=bench.device) * (0.02 * k**-0.5)
     for rows in DENSE_SIZES:
@@ -575,46 +533,38 @@ def dense_candidates(bench: Bench) -> Iterator[Candidate]:
 
         amount, flops = 1.0 * n * k + 3.0 * rows * (n + k), 2.0 * rows * n * k
         name = f"fp8_block [{n}, {k}] T={rows}"
+        case = partial(Case, "dense", name, bytes=amount, flops=flops)
         now = TABLE.gemv(n, k, fp8=True) if rows == 1 else TABLE.block_tile(rows, n, k)
-        configs: list = [now]
         if isinstance(now, GemvConfig):
-            configs += [
-                GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4), GemvConfig(4, 512, 4, narrow=True, half=True, ahead=4),
+            configs: list = [
+                now, GemvConfig(8, 512, 4, narrow=True, half=True, ahead=4), GemvConfig(4, 512, 4, narrow=True, half=True, ahead=4),
                 GemvConfig(8, 512, 4, narrow=True), GemvConfig(4, 1024, 4, narrow=True),
                 GemvConfig(8, 256, 4, narrow=True, half=True, ahead=8),
             ]  # fmt: skip
         else:
             configs = dense_configs(rows, now)
+        work, arrived = dense_scratch(bench)
         for config in configs:
-
-            def call(weight, config=config, rows=rows, x=x, small=small, by_token=by_token, out=out) -> None:
-                if rows == 1:
-                    skinny.skinny_linear(x, weight, out=out, scale=scale, config=config, pdl=True)
-                elif rows <= 64:
-                    work, arrived = dense_scratch(bench)
-                    skinny.skinny_linear(
-                        small, weight, out=out, scale=scale, x_scale=by_token, config=config, workspace=work, arrived=arrived, pdl=True
-                    )  # fmt: skip
-                else:
-                    skinny.fixed_linear(small, weight, out=out, scale=scale, x_scale=by_token, tile=config, pdl=True)
+            if rows == 1:
+                call = partial(skinny.skinny_linear, x, scale=scale, config=config, pdl=True)
+            elif rows <= 64:
+                call = partial(
+                    skinny.skinny_linear, small, scale=scale, x_scale=by_token, config=config, workspace=work, arrived=arrived, pdl=True
+                )  # fmt: skip
+            else:
+                call = partial(skinny.fixed_linear, small, scale=scale, x_scale=by_token, tile=config, pdl=True)
 
             def error(call=call, out=out, truth=truth) -> float:
-                call(weights[0])
-                return difference(out, truth())
+                return written(partial(call, weights[0]), out, truth())
 
-            calls = [partial(call, weight) for weight in weights]
-            yield Candidate(
-                Case("dense", name, tag(config), calls, bytes=amount, flops=flops, error=error), config == now
-            )
+            calls = [partial(call, weight, out=out) for weight in weights]
+            yield case(tag(config), calls, error=error, off=config == now)
         if bench.dry or rows < 16:
             continue
-        ones, each = torch.ones(rows, 1, device=bench.device), torch.ones(1, n, device=bench.device)
-
-        def library(weight, small=small, ones=ones, each=each, out=out) -> None:
-            torch._scaled_mm(small, weight.T, ones, each, out_dtype=BF16, use_fast_accum=True, out=out)
-
-        calls = [partial(library, weight) for weight in weights]
-        yield Candidate(Case("dense", name, "torch._scaled_mm, a scale an output", calls, bytes=amount, flops=flops))
+        scales = torch.ones(rows, 1, device=bench.device), torch.ones(1, n, device=bench.device)
+        given = {"out_dtype": BF16, "use_fast_accum": True, "out": out}
+        calls = [partial(torch._scaled_mm, small, weight.T, *scales, **given) for weight in weights]
+        yield case("torch._scaled_mm, a scale an output", calls)
 
 
 def dense_scratch(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
@@ -627,7 +577,7 @@ SHARED_LAYERS = 4
 SHARED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def shared_candidates(bench: Bench, layout: str) -> Iterator[Candidate]:
+def shared_cases(bench: Bench, layout: str) -> Iterator[Case]:
     """Programs as the engine plans them: norm, mixture and shared expert of four layers, and the last norm."""
     m = MODEL
     if not m.shared:
@@ -645,12 +595,11 @@ def shared_candidates(bench: Bench, layout: str) -> Iterator[Candidate]:
     ]
     most = max(SHARED_SIZES)
     start = bench.normal(most, m.hidden, dtype=F32)
-    stream, out, normed, delta, beside = (
-        bench.empty(most, m.hidden, dtype=kind) for kind in (F32, BF16, BF16, BF16, BF16)
-    )
+    stream = bench.empty(most, m.hidden, dtype=F32)
+    out, normed, delta, beside = (bench.empty(most, m.hidden) for _ in range(4))
     gated = bench.empty(most, m.shared)
     logits, weights = bench.empty(most, m.experts, dtype=F32), bench.empty(most, m.chosen, dtype=F32)
-    ids, count = bench.zeros(most, m.chosen), torch.full((1,), most, dtype=torch.int32, device=bench.device)
+    ids, count = bench.zeros(most, m.chosen), bench.full(1, most)
 
     def record(ops: CudaOps):
         with ops.record() as tape:
@@ -672,16 +621,8 @@ def shared_candidates(bench: Bench, layout: str) -> Iterator[Candidate]:
                 ops.linear(normed, router, bias=None, out=logits, count=count)
                 ops.route(logits, ROUTING, bias=None, ids=ids, weights=weights, count=count)
                 ops.experts(
-                    normed,
-                    ids,
-                    weights,
-                    *routed,
-                    activation="silu",
-                    gate_up_bias=None,
-                    down_bias=None,
-                    out=delta,
-                    count=count,
-                )
+                    normed, ids, weights, *routed, activation="silu", gate_up_bias=None, down_bias=None, out=delta, count=count
+                )  # fmt: skip
                 ops.gated_linear(normed, gate_up, activation="silu", bias=None, out=gated, count=count)
                 ops.linear(gated, down, bias=None, out=beside, count=count)
                 ops.add(delta, beside, gate=None, out=None, count=count)
@@ -706,6 +647,7 @@ def shared_candidates(bench: Bench, layout: str) -> Iterator[Candidate]:
                 found.append(out[:tokens].clone())
             return difference(found[1], found[0])
 
+        text = f"shared {layout} T={tokens}, {SHARED_LAYERS} layers"
         for name, program in programs.items():
 
             def call(program=program, tokens=tokens) -> None:
@@ -717,9 +659,9 @@ def shared_candidates(bench: Bench, layout: str) -> Iterator[Candidate]:
                 stream[:tokens].copy_(start[:tokens])
                 program.run()
 
-            text = f"shared {layout} T={tokens}, {SHARED_LAYERS} layers"
-            case = Case("shared", text, name, [call], bytes=SHARED_LAYERS * read, error=both if "two" in name else None)
-            yield Candidate(case, name == "one stream")
+            error = both if name == "two streams" else None
+            off, amount = name == "one stream", SHARED_LAYERS * read
+            yield Case("shared", text, name, [call], bytes=amount, error=error, off=off)
 
 
 def dense_matrix(bench: Bench, n: int, k: int, layout: str) -> PackedMatrix:
@@ -737,125 +679,40 @@ def dense_matrix(bench: Bench, n: int, k: int, layout: str) -> PackedMatrix:
     )
 
 
-def all_candidates(bench: Bench, groups: list[str]) -> Iterator[Candidate]:
+def all_cases(bench: Bench, groups: list[str]) -> Iterator[Case]:
     """The most telling first: what comes last is lost when time runs out."""
-
-    def settle() -> None:
-        if not bench.dry and bench.device == "cuda":
-            torch.cuda.empty_cache()
-
     if "shared" in groups:
         for layout in ("bf16", "fp8_block"):
-            yield from shared_candidates(bench, layout)
-            settle()
+            yield from shared_cases(bench, layout)
+            settle(bench)
     for group in ("layer", "one"):
         for layout in LAYOUTS:
             if group in groups:
-                layer = Layer(bench, layout=layout)
-                yield from (layer_candidates if group == "layer" else one_candidates)(bench, layer)
-                del layer
-                settle()
+                yield from (layer_cases if group == "layer" else one_cases)(bench, Layer(bench, layout=layout))
+                settle(bench)
     if "one" in groups:
-        yield from gemv_candidates(bench)
+        yield from gemv_cases(bench)
     if "dense" in groups:
-        yield from dense_candidates(bench)
-        settle()
+        yield from dense_cases(bench)
+        settle(bench)
     for layout in LAYOUTS:
         if "tiles" in groups:
-            layer = Layer(bench, layout=layout)
-            yield from tile_candidates(bench, layer, SIZES if layout == "bf16" else (8, 128, 1024))
-            del layer
-            settle()
+            sizes = SIZES if layout == "bf16" else (8, 128, 1024)
+            yield from tile_cases(bench, Layer(bench, layout=layout), sizes)
+            settle(bench)
     if "route" in groups:
-        yield from route_candidates(bench)
+        yield from route_cases(bench)
 
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = rounds.parser(__doc__, groups=GROUPS, seconds=140.0)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-30b-a3b")
-    parser.add_argument("--only", default="shared,layer,one,dense,tiles,route")
-    parser.add_argument("--seconds", type=float, default=140.0, help="no candidate begins later than this")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--shards", type=int, default=0)
-    parser.add_argument("--shard", type=int, default=None, help="(internal) compile every n-th candidate and leave")
-    parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    groups = args.only.split(",")
-    began = time.perf_counter()
-    if args.dry:
-        base.dry_driver()
-    compiling = args.dry or args.shard is not None
-    bench = Bench(device="cpu" if args.dry else "cuda", dry=compiling)
-    if compiling:
-        seen = failed = 0
-        for index, candidate in enumerate(all_candidates(bench, groups)):
-            if args.shard is None or index % args.shards == args.shard:
-                try:
-                    candidate.case.calls[0]()
-                except Exception as problem:
-                    failed += 1
-                    print(
-                        f"{candidate.case.op} {candidate.case.candidate}: {type(problem).__name__}: {str(problem)[:300]}",
-                        flush=True,
-                    )
-                seen += 1
-        print(f"compiled {seen} candidates, {failed} failed, in {time.perf_counter() - began:.0f} s", flush=True)
-        return
-    if args.shards:
-        words = [sys.executable, __file__, *sys.argv[1:]]
-        running = [subprocess.Popen([*words, "--shard", str(i)], stdout=subprocess.DEVNULL) for i in range(args.shards)]
-        for process in running:
-            process.wait()
-        print(f"# compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    limits = base.ceilings()
-    print("# ceilings: " + ", ".join(f"{name} {value / 1e12:.3f} T/s" for name, value in limits.items()), flush=True)
-    rows: list[dict] = []
-    cut = False
-
-    def save() -> None:
-        if args.out:
-            record = {
-                "model": MODEL.name, "cut": cut,
-                "card": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
-                "command": " ".join(sys.argv), "ceilings": limits, "ops": rows, "seconds": time.perf_counter() - began,
-            }  # fmt: skip
-            Path(args.out).write_text(json.dumps(record, indent=1))
-
-    def report(op: str) -> None:
-        """Off, the library, and the two best of one op."""
-        of_op = [r for r in rows if r["op"] == op]
-        good = sorted((r for r in of_op if not r["note"]), key=lambda r: r["us"])
-        for r in good[:2] + [r for r in good[2:] if r["off"] or "torch" in r["candidate"]]:
-            error = "" if r["error"] is None else f"{r['error']:.1e}"
-            print(
-                f"{'off' if r['off'] else 'on ':3} {r['op']:34} {r['candidate']:52} {r['us']:9.2f} us {r['gb_per_s']:6.0f} GB/s "
-                f"{r['tflop_per_s']:6.1f} TF/s {r['fraction']:5.2f} {error}",
-                flush=True,
-            )
-        for r in of_op:
-            if r["note"]:
-                print(f"!   {r['op']} {r['candidate']}: {r['note']}", flush=True)
-
-    last = None
-    for candidate in all_candidates(bench, groups):
-        if time.perf_counter() - began > args.seconds:
-            cut = True
-            print(f"# time is over: {candidate.case.op} and what follows is left out", flush=True)
-            break
-        result = asdict(base.measured(candidate.case, limits)) | {"off": candidate.off}
-        if last is not None and last != result["op"]:
-            report(last)
-            save()
-        last = result["op"]
-        rows.append(result)
-    if last is not None:
-        report(last)
-    save()
-    print(f"# {len(rows)} candidates, done in {time.perf_counter() - began:.0f} s", flush=True)
+    return rounds.run(args, partial(all_cases, groups=args.only), head={"model": MODEL.name})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
