@@ -30,6 +30,9 @@ def main() -> int:
             code = command()
     except KeyboardInterrupt:
         pass
+    # CPython remembers that Ctrl-C passed through the running of a text (every dataclass runs one while it is imported) and then ends the
+    # process by the signal, whatever its exit code, although it was caught. It forgets when it runs the next text.
+    exec("")
     import signal
 
     # Nothing is left to clean up: from here on Ctrl-C just ends the process, without a traceback from the interpreter's own ending.

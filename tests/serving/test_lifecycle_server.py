@@ -366,10 +366,30 @@ def test_ctrl_c_during_the_start_ends_both_processes(tmp_path: Path) -> None:
         wait_until(made.engines, limit_s=10, what="the engine's start")
         found = made.engines()
         made.signal(INT)
-        assert made.wait(5) == 130
+        code = made.wait(5)
+        # On a slow machine the engine may be seen so late that the server hears the signal itself, and ends in order.
+        assert code == 130 or (code == 0 and made.said("no new requests are taken"))
         wait_until(lambda: not alive(found[0]), limit_s=5)
     finally:
         made.close()
+
+
+def test_ctrl_c_that_met_a_text_being_run_is_still_an_exit_code(tmp_path: Path) -> None:
+    """CPython would end the process by the signal: it remembers that the exception went through `exec` of a text, as in a dataclass."""
+    program = (
+        "import sys, tradewind.cli\n"
+        "import tradewind.__main__ as way\n"
+        "def command():\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "tradewind.cli.main = command\n"
+        "sys.exit(way.main())\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    ended = subprocess.run([sys.executable, "-m", "program"], check=False, timeout=60, cwd=tmp_path)
+    assert ended.returncode == 130
 
 
 def test_kill_9_of_the_front_ends_the_engine(tmp_path: Path) -> None:
