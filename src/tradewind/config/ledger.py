@@ -196,7 +196,11 @@ def _model_lines(card: ModelCard, shape: Shape) -> tuple[LedgerLine, ...]:
             embedding_bytes(card),
             f"{card.vocab_size} x {card.hidden} {card.embedding_format}, rows read from the file",
         ),
-        ("workspace", workspace_bytes(card, max_tokens=step), f"activations of {step} tokens, reused by every layer"),
+        (
+            "workspace",
+            workspace_bytes(card, max_tokens=step + head),
+            f"activations of {step} tokens, reused by every layer, and of {head} rows at its end",
+        ),
         ("logits", head * card.vocab_size * 4, f"{head} rows x {card.vocab_size} float32"),
         (
             "slots",

@@ -86,7 +86,7 @@ class Preparation:
         programs = self._programs
         changes = {
             *KERNELS_CHANGE_AT,
-            *programs.body_tape.kernels_change_at({*programs.row_sizes, *programs.token_sizes}),
+            *programs.tapes["body"].kernels_change_at({*programs.row_sizes, *programs.token_sizes}),
         }
         few = [size for size in programs.row_sizes if size <= FEW_ROWS]
         many = [size for size in programs.row_sizes if size in changes or size == programs.rows]
@@ -202,8 +202,8 @@ class Preparation:
         programs = self._programs
         rows = [size for size in programs.row_sizes if size <= WOKEN]
         for tape, sizes in (
-            (programs.body_tape, sorted({*rows, *(size for size in programs.token_sizes if size <= WOKEN)})),
-            (programs.head_tape, rows),
+            (programs.tapes["body"], sorted({*rows, *(size for size in programs.token_sizes if size <= WOKEN)})),
+            (programs.tapes["head"], rows),
         ):
             found: dict[tuple[Any, ...], tuple[Tensor, Tensor | None, Any]] = {}
             for call in tape.calls:

@@ -119,18 +119,19 @@ class StepPrograms:
         self._head_rows = ops.empty((max_running, hidden), ops.activation)
         with ops.record() as tape:
             self.hidden = model.forward(self.batch)
-        self.body_tape = tape
+        self.tapes = {"body": tape}
+        """By kind of program."""
         with ops.record() as tape:
             ops.gather_rows(self.hidden, self._samples.index, out=self._head_rows, count=self._samples_count)
             model.logits(self._head_rows, out=self.logits, count=self._samples_count)
-        self.head_tape = tape
+        self.tapes["head"] = tape
         self.few_ends = ops.tuning.few_ends and model.ends_by_row
         """Where few of a step's rows want a token, the last layer ends for those alone."""
         if self.few_ends:
             self._tapes_of_few_ends(hidden)
         with ops.record() as tape:  # every row has one token and wants the next: nothing to gather
             model.logits(model.forward(self.batch)[:max_running], out=self.logits, count=self._rows_count)
-        self.whole_tape = tape
+        self.tapes["whole"] = tape
         self._programs: dict[Key, Program] = {}
         self._planning = threading.Lock()
         """Programs are planned one at a time, by whichever thread wants one: plans share scratch."""
@@ -150,7 +151,7 @@ class StepPrograms:
             stream, mixed = self.model.body(self.batch)
         tape.keep(stream)
         tape.keep(mixed)
-        self.stem_tape = tape
+        self.tapes["stem"] = tape
         some = self.ops.empty((rows, hidden), "f32"), self.ops.empty((rows, mixed.shape[1]), self.ops.activation)
         nobody = self._gpu.zeros(rows) - 1 if self.adapted else None
         batch = replace(self.batch, capacity=rows, tokens=count, scratch=Scratch(self.ops), adapters=nobody)
@@ -158,7 +159,7 @@ class StepPrograms:
             for source, target in zip((stream, mixed), some, strict=True):
                 self.ops.gather_rows(source, self._samples.index, out=target, count=count)
             self.model.logits(self.model.ending(batch, *some), out=self.logits, count=count)
-        self.ending_tape = tape
+        self.tapes["ending"] = tape
 
     def _forward_batch(self) -> ForwardBatch:
         """The batch over buffers of fixed address, filled by kernels."""
@@ -256,7 +257,7 @@ class StepPrograms:
             with self._planning:
                 program = self._programs.get((kind, bucket))
                 if program is None:
-                    program = self._programs[kind, bucket] = getattr(self, f"{kind}_tape").program(bucket)
+                    program = self._programs[kind, bucket] = self.tapes[kind].program(bucket)
         return program
 
     def plan(self, key: Key) -> None:

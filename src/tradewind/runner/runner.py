@@ -232,7 +232,10 @@ class StepRunner:
 
     def _forward(self) -> None:
         self._model.backend.plan(self._batch)
-        self._replay(*(("forward", self._forward_ops) if self._wide else ("body", self._body_ops)))
+        if self._wide:
+            self._replay("forward", self._forward_ops)
+        else:
+            self._replay("body", self._body_ops)
 
     def _forward_ops(self) -> None:
         self._hidden = self._model.forward(self._batch)
@@ -241,11 +244,14 @@ class StepRunner:
         self._stream, self._mixed = self._model.body(self._batch)
 
     def _run_head(self) -> None:
-        if not self._wide and self._adapters is not None:
+        if self._wide:
+            self._replay("head", self._head_ops)
+            return
+        if self._adapters is not None:
             count = int(self._head_count[0])
             own = self._ops.host(self._batch.adapters)[self._head_index_host[:count]]
             self._ops.host(self._head_batch.adapters)[:count] = own
-        self._replay(*(("head", self._head_ops) if self._wide else ("ending", self._ending_ops)))
+        self._replay("ending", self._ending_ops)
 
     def _head_ops(self) -> None:
         self._ops.gather_rows(self._hidden, self._head_index, out=self._head_hidden, count=self._head_count)

@@ -203,8 +203,8 @@ class Tuning:
         return pieces
 
     def adapted_tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
-        """The same where adapters are added within the tiles (low_rank_tile.py): fewer blocks under way, so that programs which compute
-        A x and those which wait for it are there at once."""
+        """The same where adapters are added within the tiles (low_rank_tile.py): two programs fit a multiprocessor, by which `pieces_of`
+        there finds places for those that compute A x. Those of `tile` were as fast in a first trial (64 rows: 13.4 against 14.1 %)."""
         if rows > self.tile_rows or depth % 128 != 0:
             return None
         bm = next(size for size in (16, 32, 64) if rows <= size)
