@@ -163,6 +163,7 @@ def settled_text(record: dict[str, Any]) -> str:
     if graphs := record["graphs"]:
         parts += [f"{graphs['captured'] + graphs['passed_over']} of {graphs['wanted']} graphs captured"]
         parts += [f"plan {graphs['plan_s']:.1f} s", f"capture {graphs['capture_s']:.1f} s"]
-        parts += [f"captures ended with {graphs['error']}"] * ("error" in graphs)
+        if "error" in graphs:
+            parts.append(f"captures ended with {graphs['error']}")
     went_on = "" if record["prepared"] else ", which was the limit"
     return f"settled after {record['waited_s']:.1f} s{went_on}: {', '.join(parts)}"

@@ -47,7 +47,7 @@ SWITCHES: dict[str, Switch] = {
     "fp8_kv": Switch(means={"kv_format": "fp8"}, works=("W3", "W6")),
     "fusion": Switch(means={"fusion": False}),
     "graphs": Switch(means={"graphs": False}),
-    "last_layer_rows": Switch(tuning={"few_ends": True}, works=("W4", "W2")),  # turns it on: by itself it is off
+    "last_layer_rows": Switch(tuning={"few_ends": False}, works=("W4", "W2")),
     "overlap": Switch(means={"overlap": False}),
     "pdl": Switch(means={"pdl": False}),
     "prefix_cache": Switch(means={"prefix_cache": False}, works=("W5",)),

@@ -351,12 +351,13 @@ GROUPS: dict[str, Callable[[Small], None]] = {
     "attention": attention,
     "matmuls": matmuls,
     "mixture": mixture,
-    "low_rank": adapters,
+    "adapters": adapters,
     "sampler": sampler,
     "shared": shared_prefix,
     "small": small_kernels,
     "latent": tests_of("latent"),
     "blocks": tests_of("blocks"),
+    "low_rank": tests_of("low_rank"),
 }
 """In the order in which they are run."""
 

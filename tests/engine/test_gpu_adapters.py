@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_engine import gpu_engine_of
+from tiny_gpu_engine import gpu_engine_of
 
 from tests.engine.tiny_engine import answers, write_checkpoint
 from tests.reference.test_adapters import EVERYTHING, write_adapter
@@ -86,8 +86,6 @@ class SmallTiles(Tuning):
 
     def tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
         return None if rows > self.tile_rows or depth % 16 else TileConfig(16, 32, 16, 1, 4, 2)
-
-    adapted_tile = tile
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from gpu_engine import INTERPRETED, gpu_engine_of
 from tiny_engine import VOCAB, Listener, answers, nothing_is_held_by, prompts, requests, write_checkpoint
+from tiny_gpu_engine import INTERPRETED, gpu_engine_of
 
 from tradewind.contract.events import Preempted, StepDone, TokensOut
 from tradewind.contract.request import SamplingParams

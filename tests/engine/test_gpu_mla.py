@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_engine import gpu_engine_of
+from tiny_gpu_engine import gpu_engine_of
 
 from tests.engine.tiny_engine import Listener, answers, write_checkpoint
 from tests.reference.tiny import make_tiny, token_ids

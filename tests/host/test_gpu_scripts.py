@@ -1,5 +1,5 @@
 """Judges of scripts that need a GPU: what an answer owes to its request (random_load), what pytest said (tests_told), what adapters cost
-(adapters_one_engine), how a report of a load is shortened (serve_check)."""
+(adapters_one_engine), how a report of a load is shortened (serve_check), and what is said of waiting for captures (gpu_engine)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tradewind.serving.intake import Intake, Limits
 from tradewind.weights.safetensors import open_safetensors
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("adapters_one_engine", "random_load", "serve_check", "tests_told")
+NAMES = ("adapters_one_engine", "gpu_engine", "random_load", "serve_check", "tests_told")
 VOCAB = 100
 
 
@@ -224,3 +224,15 @@ def test_a_report_in_one_line(scripts: dict[str, ModuleType]) -> None:
     figures = [{"name": "ttft_p50", "value": 0.0123456}, {"name": "tpot_p50", "value": None}]
     report = {"requests": 5, "failed": 0, "cut": 1, "figures": figures}
     assert scripts["serve_check"].summary_of(report) == {"requests": 5, "failed": 0, "cut": 1, "ttft_p50": 0.01235}
+
+
+def test_what_is_said_of_waiting_for_captures(scripts: dict[str, ModuleType]) -> None:
+    """One line, whether captures came to their end, met an error, or there are none of them."""
+    say = scripts["gpu_engine"].settled_text
+    graphs = {"captured": 3, "passed_over": 1, "wanted": 5, "plan_s": 1.0, "capture_s": 2.0}
+    record = {"compiled": True, "compile_s": {"plan": 4.0}, "graphs": graphs, "prepared": True, "waited_s": 7.0}
+    ended = "settled after 7.0 s: kernels compiled, plan 4.0 s, 4 of 5 graphs captured, plan 1.0 s, capture 2.0 s"
+    assert say(record) == ended
+    assert say({**record, "graphs": {**graphs, "error": "OSError: no"}}) == f"{ended}, captures ended with OSError: no"
+    cut = say({**record, "compiled": False, "compile_s": {}, "graphs": {}, "prepared": False})
+    assert cut == "settled after 7.0 s, which was the limit: kernels not all compiled"

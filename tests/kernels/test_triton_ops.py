@@ -55,8 +55,6 @@ class SmallTiles(Tuning):
             return TileConfig(16, 32, 16, 1, 4, 2)
         return TileConfig(16, 32, 32, 2 if depth % 64 == 0 else 1, 4, 2)
 
-    adapted_tile = tile
-
 
 @dataclass(frozen=True, kw_only=True)
 class SmallWide(Tuning):

@@ -22,14 +22,13 @@ def test_every_answer_is_valid(gpu):
         gemv = tuning.gemv(outputs, depth, fp8=fp8)
         assert all(is_power_of_two(value) for value in (gemv.rows, gemv.block_k, gemv.warps))
         for rows in (2, 16, 17, 32, 64, 65):
-            for choose in (tuning.tile, tuning.adapted_tile):
-                tile = choose(rows, outputs, depth, fp8=fp8)
-                if tile is None:
-                    assert rows > tuning.tile_rows or depth % 128
-                    continue
-                assert rows <= tile.bm and depth % tile.bk == 0 and (depth // tile.bk) % tile.split == 0
-                stage = (tile.bm + tile.bn) * tile.bk * (1 if fp8 else 2)
-                assert stage * tile.stages <= 160 * 1024
+            tile = tuning.tile(rows, outputs, depth, fp8=fp8)
+            if tile is None:
+                assert rows > tuning.tile_rows or depth % 128
+                continue
+            assert rows <= tile.bm and depth % tile.bk == 0 and (depth // tile.bk) % tile.split == 0
+            stage = (tile.bm + tile.bn) * tile.bk * (1 if fp8 else 2)
+            assert stage * tile.stages <= 160 * 1024
     for (outputs, depth, fp8), ways in tuning.wide_shapes.items():
         assert gpu in TUNINGS, "only what was measured"
         for above, most, tile in ways:

@@ -241,6 +241,7 @@ def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
     if kept_fp8(card, quantization=sizes.quantization):
         kind = "fp8 with a scale for each block, as in the file"
     each = activation_bytes_per_token(card, quantization=sizes.quantization, kv_groups=sizes.kv_groups)
+    ends = rows if card.causal else 0  # the last layer ends for rows that want a token (runner/programs.py: few_ends)
     tensors = 6 * card.layers + 10  # four matrices, keys and values of each layer; scratch
     head = f"{'tied ' if card.tied_embeddings else ''}head {vocabulary} x {card.hidden} bf16"
     lines = [
@@ -250,7 +251,12 @@ def fixed_lines(card: ModelCard, sizes: Sizes) -> tuple[LedgerLine, ...]:
             f"{matrices:.1f}M in {kind}; {head}; norms float32",
         ),
         ("CUDA", CONTEXT_BYTES, "context, libraries and loaded kernels"),
-        ("activations", step * each, f"{step} tokens x {each} bytes, reused by every layer"),
+        (
+            "activations",
+            (step + ends) * each,
+            f"{step} tokens x {each} bytes, reused by every layer"
+            + f", and {ends} rows at the last one's end" * bool(ends),
+        ),
         (
             "experts",
             expert_bytes(card, quantization=sizes.quantization, max_tokens_per_step=step),

@@ -29,6 +29,7 @@ from torch import Tensor
 from tradewind.kernels.ops import LowRankBank, PackedMatrix
 from tradewind.kernels.triton.elementwise import activated
 from tradewind.kernels.triton.launch import FP8, launch_options, let_next_start, wait_for_previous
+from tradewind.kernels.triton.low_rank import ACTIVATIONS
 from tradewind.kernels.triton.tape import Call, address
 from tradewind.kernels.triton.tuning import TileConfig
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from tradewind.kernels.triton.program import Planner
 
 LAYOUTS = ("bf16", "fp8")
-ACTIVATIONS = ("silu", "gelu_tanh")
 MOST_PARTS = 3
 MOST_COLUMNS = 1024
 """Slots times rank up to which all slots are computed for all tokens; above, tokens are sorted (low_rank.py)."""
@@ -47,7 +47,9 @@ MOST_HELD = 2
 PIECE_DEPTH, MOST_PIECES = 512, 8
 """Inputs of a program of A, where there is room for as many programs."""
 PROGRAMS_EACH = 2
-"""Programs of a multiprocessor at a time."""
+"""Programs of a multiprocessor at a time at most, by their registers ..."""
+SHARED_BYTES = 227 * 1024
+"""... and the memory that these have together."""
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -299,11 +301,17 @@ def tiles_of_a(bank: LowRankBank, config: TileConfig) -> int:
     return triton.cdiv(bank.data[0].shape[0] * bank.data[0].shape[1], config.bn)
 
 
-def pieces_of(bank: LowRankBank, config: TileConfig, *, outputs: int, multiprocessors: int) -> int:
+def pieces_of(bank: LowRankBank, config: TileConfig, *, outputs: int, multiprocessors: int, fp8: bool = False) -> int:
     """Into how many pieces K is cut for A: where the tiles of W all run at once (`outputs` of W's lines), those of A shall too."""
     most = max(1, min(MOST_PIECES, bank.k // PIECE_DEPTH))
-    programs, places = triton.cdiv(outputs, config.bn) * config.split, PROGRAMS_EACH * multiprocessors
+    each = min(PROGRAMS_EACH, max(1, SHARED_BYTES // shared_bytes(config, fp8=fp8)))
+    programs, places = triton.cdiv(outputs, config.bn) * config.split, each * multiprocessors
     return max(1, min(most, (places - programs) // tiles_of_a(bank, config))) if programs <= places else most
+
+
+def shared_bytes(config: TileConfig, *, fp8: bool) -> int:
+    """Shared memory of a program: tiles of W and of its input under way; those of A are no larger."""
+    return (config.bm + config.bn) * config.bk * (1 if fp8 else 2) * config.stages
 
 
 # ------------------------------------------------------------------------------------------------------------- programs
@@ -365,7 +373,9 @@ def arguments(planner: Planner, call: Call, config: TileConfig) -> dict[str, Any
     added, weight = call["low_rank"], call["weight"]
     bank: LowRankBank = added["bank"]
     lines, shrinks = bank.data[0].shape[0] * bank.data[0].shape[1], tiles_of_a(bank, config)
-    pieces = pieces_of(bank, config, outputs=weight.n, multiprocessors=planner.tuning.multiprocessors)
+    pieces = pieces_of(
+        bank, config, outputs=weight.n, multiprocessors=planner.tuning.multiprocessors, fp8=weight.layout == "fp8"
+    )  # fmt: skip
     x, lane = planner.cut(added["x"]), planner.lane
     new, most = (
         planner.workspace.piece,

@@ -12,7 +12,8 @@ graphs, the arithmetic of kernels. A plan allocates; a run launches on the curre
     x, delta -> norm        a matmul that writes delta, which nothing but the next norm reads, adds to x itself
     norm, delta -> norm     one launch (norms on both sides of a block)
     add_low_rank            few tokens: a part of the matmul's own tiles (low_rank_tile.py), which are gated themselves then; else tokens
-                            sorted by adapter once a step and two launches (low_rank.py); nothing where nobody has an adapter
+                            sorted by adapter once a step and two launches, of which for gate and up the second is `glue` as well where
+                            tokens are many (low_rank.py); nothing where nobody has an adapter
     experts                 1 token, few tokens, or pairs sorted by expert (moe.py); their weighted sum in the next norm, or added to x;
                             the shared expert's answer goes the same way, and is computed on a second stream in small steps (lanes.py)
     norm -> matmuls         gemv, experts of one token: the norm is folded in; FP8 tiles, library, fixed: the norm quantises
@@ -110,6 +111,7 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
         planner.leave_adapters_out()
     if fuse:
         low_rank_tile.fold(planner)
+        low_rank.fold(planner)
         attention_program.take_angles_from_tables(planner)
         attention_program.fold_rope(planner)
         latent_program.fold_stores(planner)
@@ -188,12 +190,10 @@ class Planner:
             return "library"
         return "tile" if self.bucket.tokens <= self.tuning.tile_rows else "wide"
 
-    def tile(self, weight: PackedMatrix, *, adapted: bool = False) -> TileConfig | None:
+    def tile(self, weight: PackedMatrix) -> TileConfig | None:
         if weight.layout == "fp8_block":
             return self.tuning.block_tile(self.bucket.tokens, weight.n, weight.k)
         choose = self.tuning.tile if self.bucket.tokens <= self.tuning.tile_rows else self.tuning.wide
-        if adapted:
-            choose = self.tuning.adapted_tile
         return choose(self.bucket.tokens, weight.n, weight.k, fp8=weight.layout == "fp8")
 
     def wants_fp8(self, call: Call) -> str | None:
@@ -563,7 +563,7 @@ class Planner:
             config = self.tuning.gemv(features, weight.k, fp8=weight.layout in FP8_LAYOUTS)
             common |= {"norm": call["norm"], "eps": call["eps"] or 0.0}
         else:
-            config = self.tile(weight, adapted=call["low_rank"] is not None)
+            config = self.tile(weight)
             assert config is not None
             common |= {"x_scale": x_scale}
             if config.split > 1:

@@ -151,9 +151,8 @@ class Tuning:
     split_keys: int = 1024
     """Of no fewer than this a piece is made: its sums, written and read, cost about as much as 400 keys."""
 
-    few_ends: bool = False
-    """Steps of which few rows want a token compute what follows the last layer's attention for those alone. Not measured on a card yet,
-    and the ledger does not know the rows' scratch."""
+    few_ends: bool = True
+    """Steps of which few rows want a token compute what follows the last layer's attention for those alone."""
     stack_latents: bool = True
     """One token: its queries and its latent, made of the same input, are one launch (pair.py)."""
     few_expert_tokens: int = 16
@@ -201,20 +200,6 @@ class Tuning:
                 break
             pieces *= 2
         return pieces
-
-    def adapted_tile(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
-        """The same where adapters are added within the tiles (low_rank_tile.py): two programs fit a multiprocessor, by which `pieces_of`
-        there finds places for those that compute A x. Those of `tile` were as fast in a first trial (64 rows: 13.4 against 14.1 %)."""
-        if rows > self.tile_rows or depth % 128 != 0:
-            return None
-        bm = next(size for size in (16, 32, 64) if rows <= size)
-        many = weight_rows // 64 >= 0.6 * self.multiprocessors
-        if fp8 and weight_rows // 128 >= self.multiprocessors and bm < 64:
-            return TileConfig(bm, 128, 128, 1, 4, 3)
-        if fp8 and not many and bm == 16 and depth % 1024 == 0:
-            return TileConfig(bm, 64, 256, 4, 4, 3)
-        split = 1 if many else next(pieces for pieces in (4, 2, 1) if depth // 128 % pieces == 0)
-        return TileConfig(bm, 64, 128, split, 4, 4 if bm < 64 else 3)
 
     def wide(self, rows: int, weight_rows: int, depth: int, *, fp8: bool) -> TileConfig | None:
         """Constants of a matmul of more than `tile_rows` rows; None where the library is better, or nothing was measured."""
