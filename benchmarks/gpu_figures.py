@@ -496,7 +496,13 @@ def check_section(result: Result) -> str:
     """What gpu_check judged, line by line."""
     verdicts = [line["verdict"] for line in result["lines"]]
     head = f"{verdicts.count('PASS')} passed, {verdicts.count('FAIL')} failed, {verdicts.count('skip')} could not be looked at"
-    lines = ["### Correctness", "", f"{result['card']}, {result['date'][:10]}: {head}.", ""]
+    load = {line["part"] for line in result["lines"]} == {"load"}
+    lines = [
+        f"### {'A random load' if load else 'Correctness'}",
+        "",
+        f"{result['card']}, {result['date'][:10]}: {head}.",
+        "",
+    ]
     lines += ["| | part | what | found |", "|---|---|---|---|"]
     for line in result["lines"]:
         detail = line["detail"].replace("|", "/").replace("\n", " ")
