@@ -254,7 +254,7 @@ def test_the_ledger_is_the_sum_of_the_buffers() -> None:
         "hidden": e,
     }
     scratch = 2 * sum(halves.values()) + 4 * (e + d) + 3 * 4
-    assert line(plan, "activations") == tokens * scratch
+    assert line(plan, "activations") == (tokens + rows) * scratch, "and of the rows at the last layer's end"
     assert line(plan, "logits") == 4 * rows * v
     pages = context // 64 + 1 + 3  # in fours
     assert line(plan, "slots") == 4 * rows * (context + 4 + 2 * pages + 32)

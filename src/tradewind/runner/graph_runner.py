@@ -107,6 +107,7 @@ class GraphRunner:
             hidden=hidden,
             shared=self._sharing.wanted,
             adapted=adapters is not None,
+            graphs=graphs and gpu.on_gpu,
         )
         self._preparation = Preparation(self._programs, gpu, staging=self._staging, shared=self._sharing.wanted)
         self._graphs: OrderedDict[Key, Graph] = OrderedDict()

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,10 +124,10 @@ class Preparation:
         large += [programs.singles(programs.rows, programs.longest)]
         now = _Kernels()
         with measure("programs"):
-            for bucket in (*large, *first):
-                program = self._planned(bucket)
-                if bucket in first:
-                    now.add(program)
+            for bucket in large:
+                programs.sketch(self._kind(bucket), bucket)
+            for bucket in first:
+                now.add(programs.program(self._kind(bucket), bucket))
             now.add(programs.head(1, few=programs.few_ends))
 
         def compile_first() -> None:
@@ -146,13 +145,12 @@ class Preparation:
         def plan_rest() -> _Kernels:
             # One at a time, in the stream of the steps, which then find zeroed scratch.
             later = _Kernels()
-            wanted = [partial(self._planned, bucket) for bucket in ordered]
-            heads = [partial(programs.head, size) for size in reversed(many)]
-            if programs.few_ends:
-                heads += [partial(programs.head, size, few=True) for size in reversed(many)]
-            for plan in (*wanted, *heads):
+            wanted = [(self._kind(bucket), bucket) for bucket in ordered]
+            ends = ("head", "ending") if programs.few_ends else ("head",)
+            wanted += [(end, programs.singles(size, 1)) for end in ends for size in reversed(many)]
+            for kind, bucket in wanted:
                 with self._gpu.quiet, self._gpu.working():
-                    later.add(plan())
+                    later.add(programs.sketch(kind, bucket))
                 time.sleep(GIVE_WAY_S)
             return later
 
@@ -185,10 +183,8 @@ class Preparation:
 
         self._rest = rest
 
-    def _planned(self, bucket: Bucket) -> Program:
-        return self._programs.program(
-            "whole" if bucket.singles else "stem" if self._programs.few_ends else "body", bucket
-        )
+    def _kind(self, bucket: Bucket) -> str:
+        return "whole" if bucket.singles else "stem" if self._programs.few_ends else "body"
 
     def prepare_rest(self) -> None:
         """Begins to compile, in a thread, what `prepare` left; `prepared` says when that is done. A step that needs one of them waits."""

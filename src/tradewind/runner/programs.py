@@ -14,6 +14,7 @@ what is launched (graph_runner).
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -29,7 +30,7 @@ from tradewind.kernels.triton.attention_program import reserve_for_splits
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.ops import CudaOps
 from tradewind.kernels.triton.program import Program
-from tradewind.kernels.triton.tape import Bucket, Fresh
+from tradewind.kernels.triton.tape import Bucket, Fresh, Tape
 from tradewind.models.registry import Model
 from tradewind.runner.buckets import FEW_ROWS, LONGEST, ladder, smallest
 from tradewind.runner.steering import Steering
@@ -48,6 +49,8 @@ LONG_CHUNKS = (16, 32, 64, 128, 192, 256, 384)
 """... with chunks of so many tokens ..."""
 BEGINNING = 256
 """... of which so many, or more, begin it."""
+PROGRAMS = 32
+"""Programs that are kept where graphs are made of them: one has thousands of objects, and garbage is looked for among all of them."""
 BESIDE_PROMPTS = (0, 64, 256)
 """Running rows beside prompts that fill a step, for which there are sizes."""
 Key = tuple[Any, ...]
@@ -71,6 +74,7 @@ class StepPrograms:
         hidden: int,
         shared: bool,
         adapted: bool = False,
+        graphs: bool = False,
     ) -> None:
         self.model, self.ops, self._gpu, self.groups, self._kv = model, ops, gpu, groups, kv
         self.capacity, self.rows, self.longest = max_tokens_per_step, max_running, max_context
@@ -132,7 +136,10 @@ class StepPrograms:
         with ops.record() as tape:  # every row has one token and wants the next: nothing to gather
             model.logits(model.forward(self.batch)[:max_running], out=self.logits, count=self._rows_count)
         self.tapes["whole"] = tape
-        self._programs: dict[Key, Program] = {}
+        self._programs: OrderedDict[Key, Program] = OrderedDict()
+        self._most = PROGRAMS if graphs else None
+        """Programs that are kept; None: all."""
+        self._short: dict[str, Tape] = {}
         self._planning = threading.Lock()
         """Programs are planned one at a time, by whichever thread wants one: plans share scratch."""
         cut = [
@@ -258,7 +265,16 @@ class StepPrograms:
                 program = self._programs.get((kind, bucket))
                 if program is None:
                     program = self._programs[kind, bucket] = self.tapes[kind].program(bucket)
+                    if self._most is not None and len(self._programs) > self._most:
+                        self._programs.popitem(last=False)
         return program
+
+    def sketch(self, kind: str, bucket: Bucket) -> Program:
+        """Launches of every kernel that the program of a size has, for a few of the layers. From any thread, as `program`."""
+        with self._planning:
+            if kind not in self._short:
+                self._short[kind] = self.tapes[kind].short()
+            return self._short[kind].program(bucket)
 
     def plan(self, key: Key) -> None:
         """Plans what a graph of that key holds: a capture must not allocate."""

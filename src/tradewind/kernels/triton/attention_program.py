@@ -115,7 +115,7 @@ def drop_unread_angles(planner: Planner) -> None:
 def emit_angles(planner: Planner, call: Call) -> None:
     """Appends the launch of a `rope_angles` call."""
     out, inv_freq = planner.cut(call["out"]), call["inv_freq"]
-    angle = torch.zeros(len(out), len(inv_freq), dtype=torch.float32, device=out.device)
+    angle = planner.workspace.piece("angle", len(out), len(inv_freq), dtype=torch.float32)
     planner.launch(
         library.rope_angles, f"rope_angles {list(out.shape)} by the library", planner.cut(call["positions"]), inv_freq,
         scale=call["scale"], out=out, angle=angle,

@@ -153,7 +153,7 @@ def emit_experts(planner: Planner, call: Call) -> None:
         moe.expert_tiles, f"{_text(down, inner, ids)} {kind}, {second}", inner, down.data[0], ids, out=answers, gated=False,
         scale=_scale(down), x_scale=x_scale if down.layout != "bf16" else None, bias=call["down_bias"], config=second, **places,
     )  # fmt: skip
-    if not any(other["mixture"] is call for other in planner.calls):
+    if id(call) not in planner.weighed:
         weights = shares(planner, call)
         planner.own(moe.combine, f"combine {chosen} experts {list(out.shape)}", answers, weights, out=out, count=count)
 

@@ -78,8 +78,6 @@ class Program:
 
     bucket: Bucket
     launches: tuple[Launch, ...]
-    held: tuple[Any, ...] = ()
-    """Scratch that the launches name."""
     side: lanes.SideStreams | None = None
     """Where lane 1 runs; None: all in one stream, in order."""
 
@@ -125,10 +123,11 @@ def plan(tape: Tape, bucket: Bucket, *, fuse: bool) -> Program:
         attention_program.drop_unread_angles(planner)
     planner.quantise_inputs()
     lanes.settle(planner)
+    planner.weighed = frozenset(id(call["mixture"]) for call in planner.calls)
     for call in planner.calls:
         planner.emit(call)
     side = tape.ops.side_streams() if any(launch.lane for launch in planner.launches) else None
-    return Program(bucket, tuple(planner.launches), tuple(planner.held), side)
+    return Program(bucket, tuple(planner.launches), side)
 
 
 class Planner:
@@ -143,11 +142,12 @@ class Planner:
         self.calls = [call.copy() for call in tape.calls]
         self.results = tape.results()
         self.launches: list[Launch] = []
-        self.held: list[Any] = []
         self.sorted_tokens: dict[tuple[int, int], dict[str, Any]] = {}
         """By adapters' buffer and slots: where the step's tokens lie, sorted by adapter."""
         self.beside: list[Call] = []
         """Calls of lane 1 that lane 0 has not waited for."""
+        self.weighed: frozenset[int] = frozenset()
+        """Calls of experts whose weighted sum another call computes; known when launches are emitted."""
         self.lane = 0
         self.after_all = self.join = False
         """The next launch is the first of lane 1, or waits for it."""

@@ -7,9 +7,13 @@ values; every other buffer is scratch, and a program may leave it unwritten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from tradewind.kernels.ops import KVLayer, LatentUp, LowRankBank, PackedExperts, PackedMatrix, Routing
 
 if TYPE_CHECKING:
     from tradewind.kernels.triton.ops import CudaOps
@@ -95,6 +99,13 @@ WRITES: dict[str, tuple[str, ...]] = {
 }
 """Op -> arguments that it writes; the x of an op that takes a delta only when there is one."""
 
+LAYERS_OWN = (
+    "weight", "bias", "q_weight", "k_weight", "sinks", "up", "gate_up", "down", "gate_up_bias", "down_bias", "bank", "kv",
+)  # fmt: skip
+"""Arguments of which every layer has its own: layers are alike where these are alike in kind and size."""
+TURNS_KEPT = 3
+"""Of layers that are alike a short tape has so many: what is fused over a border is there at the first, in between and at the last."""
+
 ADDERS = ("add", "add_layer_norm", "add_rms_norm")
 """Ops that first do x += delta, when there is one."""
 
@@ -139,6 +150,38 @@ class Call:
             found = self._told["writes"] = addresses(self[name] for name in names)
         return found
 
+    def likeness(self) -> tuple[Hashable, ...]:
+        """The same of two calls that differ at most in whose weights and pages they take."""
+        values = sorted(self.arguments.items())
+        return (self.op, *((name, _likeness(value, own=name in LAYERS_OWN)) for name, value in values))
+
+
+def _likeness(value: Any, *, own: bool) -> Hashable:
+    """What `Call.likeness` says of one argument; own: it is a layer's own."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), *value.shape, *value.stride(), 0 if own else address(value))
+    if isinstance(value, tuple | list):
+        return tuple(_likeness(one, own=own) for one in value)
+    if own and isinstance(value, PackedMatrix | PackedExperts | LatentUp | LowRankBank | KVLayer):
+        return (type(value).__name__, *(_likeness(one, own=True) for one in vars(value).values()))
+    if value is None or isinstance(value, bool | int | float | str | Routing):
+        return (type(value).__name__, value)
+    return (type(value).__name__, id(value))
+
+
+def repetition(marks: Sequence[Hashable]) -> slice:
+    """What may be left out of a sequence of which a part comes again and again: all of its turns but TURNS_KEPT. The longest such."""
+    best = slice(0, 0)
+    for period in range(1, len(marks) // TURNS_KEPT):
+        alike = 0
+        for i in range(len(marks) - period):
+            alike = alike + 1 if marks[i] == marks[i + period] else 0
+            dropped = ((alike + period) // period - TURNS_KEPT) * period
+            if alike and dropped > best.stop - best.start:
+                first = i + 1 - alike + period  # after the first turn
+                best = slice(first, first + dropped)
+    return best
+
 
 def address(tensor: Any) -> int:
     """What tells buffers apart."""
@@ -168,6 +211,13 @@ class Tape:
     def results(self) -> set[int]:
         """Addresses of the buffers that somebody outside may read."""
         return self.kept | (self.calls[-1].writes() if self.calls else set())
+
+    def short(self) -> Tape:
+        """The same with a few of those layers that are alike. Its programs compute nothing sensible, and launch every kernel that those of
+        all layers launch: planning one takes a tenth."""
+        numbers: dict[Hashable, int] = {}
+        out = repetition([numbers.setdefault(call.likeness(), len(numbers)) for call in self.calls])
+        return Tape(self.ops, self.calls[: out.start] + self.calls[out.stop :], set(self.kept))
 
     def kernels_change_at(self, sizes: Iterable[int]) -> set[int]:
         """Of these numbers of tokens those from which on experts, or attention over latents, have other kernels than below."""

@@ -20,12 +20,13 @@ from tradewind.kernels.triton.tape import address
 
 @dataclass
 class Workspace:
-    """Scratch of kernels, shared by all programs of one op set: they never run at the same time. Grows only; old pieces live on in the
-    programs that were planned with them, so plan the largest bucket first."""
+    """Scratch of kernels, shared by all programs of one op set: they never run at the same time. Grows only; old pieces live on, because
+    graphs name them by address, so plan the largest bucket first."""
 
     device: torch.device
     bytes: int = 0
     """Of everything that was ever allocated here."""
+    _all: list[Tensor] = field(default_factory=list)
     _floats: Tensor | None = None
     _counters: Tensor | None = None
     _both: Tensor | None = None
@@ -36,6 +37,7 @@ class Workspace:
     def _new(self, *shape: int, dtype: torch.dtype) -> Tensor:
         made = torch.zeros(shape, dtype=dtype, device=self.device)
         self.bytes += made.nbytes
+        self._all.append(made)
         return made
 
     def floats(self, count: int) -> Tensor:

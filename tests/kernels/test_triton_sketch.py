@@ -1,0 +1,96 @@
+"""Sketches of programs: every kernel of all layers from a few of them, and no scratch that they have not asked for. Nothing is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from cuda_on_host import CARDS, model_of, pages_of, plan_of, runner_of  # noqa: E402
+
+from tradewind.config.card import ModelCard  # noqa: E402
+from tradewind.config.card_parts import every_nth_full  # noqa: E402
+from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
+from tradewind.kernels.triton.program import Program  # noqa: E402
+from tradewind.kernels.triton.tape import repetition  # noqa: E402
+from tradewind.runner import preparing, programs  # noqa: E402
+
+
+def deep(card: ModelCard) -> ModelCard:
+    """With more layers, the first of a mixture without experts, windows in turns where there are any."""
+    windows = every_nth_full(14, window=512, pattern=3) if any(card.layer_windows) else (None,) * 7
+    moe, layers = card.moe, len(windows)
+    if moe is not None:
+        moe = msgspec.structs.replace(moe, layers=(False,) + (True,) * (layers - 1))
+    return msgspec.structs.replace(card, layers=layers, layer_windows=windows, moe=moe)
+
+
+def kernels(program: Program) -> set[tuple[Any, ...]]:
+    """What tells kernels apart (runner/preparing.py)."""
+    own = [launch for launch in program.launches if "pdl" in launch.options]
+    return {(launch.kernel, launch.text, launch.options.get("late"), launch.options["pdl"]) for launch in own}
+
+
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_a_sketch_has_every_kernel_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every size that is prepared; and whole programs, planned afterwards while a graph is captured, need no more memory."""
+    monkeypatch.setattr(preparing, "COMPILES", False)
+    card, ops = deep(CARDS[name]), CudaOps(device="cpu")
+    plan = plan_of(card)
+    runner = runner_of(plan, card, ops, model=model_of(plan, card, ops), kv=pages_of(plan, ops))
+    mine, asked = runner._programs, []
+    sketch = mine.sketch
+
+    def told(kind: str, bucket: Any) -> Program:
+        asked.append((kind, bucket))
+        return sketch(kind, bucket)
+
+    monkeypatch.setattr(mine, "sketch", told)
+    try:
+        runner.prepare((1,), threads=1)
+        runner.prepare_rest()
+        runner._preparation.close()
+        assert len(asked) > 20 and {"whole", "stem", "head", "ending"} <= {kind for kind, _ in asked}
+        held = ops.workspace.bytes
+        for kind, bucket in asked[::9]:
+            assert kernels(sketch(kind, bucket)) == kernels(mine.tapes[kind].program(bucket)), (kind, bucket)
+        assert ops.workspace.bytes == held
+        for kind in ("whole", "stem"):
+            assert len(mine._short[kind].calls) < 0.9 * len(mine.tapes[kind].calls)
+    finally:
+        runner.close()
+
+
+def test_what_is_left_out_of_a_sequence() -> None:
+    """Turns of one part, as long as others stand around them; nothing where nothing comes more than three times."""
+
+    def short(marks: str) -> str:
+        out = repetition(marks)
+        return marks[: out.start] + marks[out.stop :]
+
+    assert short("") == "" and short("abcd") == "abcd" and short("aaa") == "aaa"
+    assert short("x" + 9 * "abc" + "y") == "x" + 3 * "abc" + "y"
+    assert short("xbc" + 9 * "abc" + "ay") == "x" + 3 * "bca" + "y"
+    assert short(5 * "aab" + "q" + 30 * "aab") == 5 * "aab" + "q" + 3 * "aab"
+    assert short(12 * "ab" + 5 * "c") == 3 * "ab" + 5 * "c"
+
+
+def test_few_programs_are_kept_where_graphs_are_made_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "PROGRAMS", 3)
+    card, ops = CARDS["untied"], CudaOps(device="cpu")
+    plan = plan_of(card)
+    kv, model = pages_of(plan, ops), model_of(plan, card, ops)
+    runner = runner_of(plan, card, ops, model=model, kv=kv)
+    runner.close()
+    common: dict[str, Any] = {"model": model, "ops": ops, "gpu": runner._gpu, "groups": plan.cache.groups, "kv": kv}
+    common |= {"max_running": 64, "max_tokens_per_step": 2048, "max_context": 4096, "vocab_size": card.vocab_size}
+    for graphs, most in ((True, 3), (False, 5)):
+        few = programs.StepPrograms(**common, hidden=card.hidden, shared=False, graphs=graphs)
+        made = [few.program("head", few.singles(rows, 1)) for rows in (1, 2, 4, 8, 16)]
+        assert len(few._programs) == most
+        assert few.program("head", few.singles(16, 1)) is made[-1]
+        assert (few.program("head", few.singles(1, 1)) is made[0]) == (not graphs)
