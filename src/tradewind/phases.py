@@ -76,15 +76,15 @@ def _listed(phases: list[Phase]) -> str:
 
 
 def process_began_s() -> float:
-    """When this process began, by `time.perf_counter`: from Linux to 1/100 s, elsewhere the latest time that its CPU time allows."""
+    """When this process began, by `time.perf_counter`: from Linux to 1/100 s, elsewhere guessed by its CPU time so far."""
     now = time.perf_counter()
     try:
         # Field 22 of stat(5), counted after the command, which may hold anything: clock ticks from boot to the process's start.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / _ticks_per_s()
     except (OSError, ValueError, IndexError, AttributeError):
-        age = -1.0
-    return now - max(age, time.process_time())
+        age = time.process_time()  # which many threads make more than the time that has passed
+    return now - max(0.0, age)
 
 
 def _ticks_per_s() -> int:
