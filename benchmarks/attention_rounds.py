@@ -26,7 +26,7 @@ from typing import Any
 import rounds
 import torch
 from kernel_rounds import BY_NAME, EIGHT
-from kernels import Shape
+from kernel_shapes import Shape
 from rounds import BF16, F32, FP8, Bench, Case, difference, tag, written
 
 from tradewind.kernels.triton import decode, library, prefill, shared

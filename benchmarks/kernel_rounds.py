@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import kernels as base
 import rounds
 import torch
-from kernels import MODELS, Shape, StepRun
+from kernel_attention import attention_truth
+from kernel_shapes import MODELS, Shape, fp8_weight
+from kernel_steps import DecodeStep, StepRun, constants
+from kernels import run
 from rounds import BF16, F32, FP8, Bench, Case, copies, tag, written
 
 from tradewind.kernels.triton import decode, elementwise, library, prefill, skinny
@@ -47,13 +49,13 @@ def weights_of(bench: Bench, rows: int, depth: int, *, fp8: bool, most: int = 64
     """Enough (weight, scale) pairs to defeat the L2."""
     count = copies(rows * depth * (1 if fp8 else 2), most=most)
     made = [bench.normal(rows, depth, scale=depth**-0.5) for _ in range(count)]
-    return [base.fp8_weight(bench, w) if fp8 else (w, None) for w in made]
+    return [fp8_weight(bench, w) if fp8 else (w, None) for w in made]
 
 
 def inputs(bench: Bench, rows: int, depth: int, *, fp8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(input, its scales)."""
     x = bench.normal(rows, depth)
-    return base.fp8_weight(bench, x) if fp8 else (x, None)
+    return fp8_weight(bench, x) if fp8 else (x, None)
 
 
 def values(pair: tuple) -> torch.Tensor:
@@ -307,7 +309,7 @@ def rows_cases(bench: Bench) -> Iterator[Case]:
             truth = None
             if not bench.dry:
                 given = {"heads": heads, "scale": dim**-0.5, "rows": some}
-                truth = torch.cat(base.attention_truth(q, k, v, starts, lengths, tables[0], **given))
+                truth = torch.cat(attention_truth(q, k, v, starts, lengths, tables[0], **given))
             op = f"{model.name} B={batch} ctx={context}" + (" fp8 kv" if kv == FP8 else "")
             case = partial(Case, "rows", op, bytes=each * batch, key=("rows", model.name, batch, kv == FP8))
             now = tuned(DEFAULT).decode(batch, context)
@@ -343,7 +345,7 @@ def longrows_cases(bench: Bench) -> Iterator[Case]:
         truth, last = None, slice(-256, None)
         if not bench.dry:
             tail, given = torch.tensor([0, 256], dtype=torch.int32), {"heads": heads, "scale": dim**-0.5, "rows": [0]}
-            truth = base.attention_truth(q[last], k, v, tail, lengths[-1:], table[-1:], **given)[0]
+            truth = attention_truth(q[last], k, v, tail, lengths[-1:], table[-1:], **given)[0]
         op = f"{model.name} {rows}x{new} of {context}"
         flops = 4.0 * rows * (new * (context - new) + new * (new + 1) / 2) * heads * dim
         now = tuned(DEFAULT).prefill(dim, 64)
@@ -423,8 +425,8 @@ def step_runs(bench: Bench, best: dict[tuple, list]) -> Iterator[StepRun]:
     most = DecodeConfig(32, 64, 4, 2)
 
     def built(model: Shape, rows: int, context: int, fp8: bool) -> tuple:
-        config = base.constants(model, rows, fp8)
-        step = base.DecodeStep(
+        config = constants(model, rows, fp8)
+        step = DecodeStep(
             bench, model, rows=rows, context=context, path="fused", fp8=fp8, config=config | {"decode": most}
         )
         config["decode"] = table.decode(rows, context)
@@ -475,7 +477,7 @@ def step_runs(bench: Bench, best: dict[tuple, list]) -> Iterator[StepRun]:
 def main() -> int:
     plain = "fixed,onerow,rows,longrows,sampler,steps"
     args = rounds.parser(__doc__, groups=(*GROUPS, "steps"), default=plain).parse_args()
-    return base.run(args, partial(rounds.of_groups, GROUPS, args.only), step_runs)
+    return run(args, partial(rounds.of_groups, GROUPS, args.only), step_runs)
 
 
 if __name__ == "__main__":

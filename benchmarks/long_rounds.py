@@ -25,8 +25,8 @@ from typing import Any
 
 import rounds
 import torch
+from kernel_attention import attention_truth
 from kernel_rounds import EIGHT
-from kernels import attention_truth
 from rounds import F32, Bench, Case, difference, tag, written
 
 from tradewind.kernels.triton import decode, prefill

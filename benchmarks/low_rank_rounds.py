@@ -10,7 +10,7 @@ is checked against the sorted one.
 
 With --prompts both products of low_rank.py by themselves, for each matrix at 512, 2,048 and 8,192 tokens of all adapters: candidates of
 `low_rank.Form`, of which each is checked against float32 and told beside what a copy moves in the same run. Blocks of a step have one
-size, so `best` is by that: what to write into FORMS. Knows: candidates. Refuses to know: how to time (benchmarks/kernels.py). Written
+size, so `best` is by that: what to write into FORMS. Knows: candidates. Refuses to know: how to time (benchmarks/rounds.py). Written
 after every figure.
 """
 
@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import kernels as base
 import numpy as np
 import torch
+from rounds import dry_driver, graph_us
 
 from tradewind.kernels.ops import PackedMatrix
 from tradewind.kernels.triton import elementwise, low_rank, low_rank_tile, route
@@ -174,7 +174,7 @@ def rounds(options: argparse.Namespace) -> None:
             tape = layers.tape()
             bucket = {"tokens": tokens, "rows": tokens, "singles": True, "longest": 1024}
             plain = tape.program(Bucket(**bucket))
-            none = None if options.dry else base.graph_us([plain.run])
+            none = None if options.dry else graph_us([plain.run])
             with constants(CANDIDATES["sorted"]):
                 program = tape.program(Bucket(**bucket, adapted=True))
             truths = {}
@@ -198,7 +198,7 @@ def rounds(options: argparse.Namespace) -> None:
                         layers.adapters.copy_(torch.from_numpy(layers.ids(arm)))
                         got = layers.answer(program)
                         row[f"{arm}_difference"] = round(float((got - truth).norm() / truth.norm()), 5)
-                        took = base.graph_us([program.run])
+                        took = graph_us([program.run])
                         row[f"{arm}_adds_us"] = round((took - none) / count, 2)
                 results.append(row)
                 print(row, flush=True)
@@ -455,7 +455,7 @@ def prompts(options: argparse.Namespace) -> None:
 def measured(candidate: Try, ceiling: float) -> dict[str, Any]:
     """A row's figures."""
     error = candidate.error()
-    us = base.graph_us([candidate.run], budget_ms=15.0)
+    us = graph_us([candidate.run], budget_ms=15.0)
     rate = candidate.nbytes / us * 1e6
     row = {"us": round(us, 2), "GB_s": round(rate / 1e9), "of_copy": round(rate / ceiling, 3), "error": round(error, 5)}
     if not error < MOST_ERROR:
@@ -502,7 +502,7 @@ def main() -> None:
     options = parser.parse_args()
     options.seconds = options.seconds or (40.0 if options.prompts else 55.0)
     if options.dry:
-        base.dry_driver()
+        dry_driver()
         options.seconds = 1e9
     (prompts if options.prompts else rounds)(options)
 
