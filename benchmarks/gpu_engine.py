@@ -127,15 +127,12 @@ class Driven:
         prepared: all of it is done. compiled: every kernel is. compile_s: seconds of those parts that are over.
         graphs: counts and seconds of runner/ahead.py's Progress. Where there is none of that (a CPU), the last two are empty.
         """
-        preparation, ahead = (getattr(self._runner, name, None) for name in ("_preparation", "_ahead"))
-        graphs = asdict(ahead.progress) if ahead is not None else {}
-        if ahead is not None and ahead.error is not None:
-            graphs["error"] = f"{type(ahead.error).__name__}: {ahead.error}"[:300]
+        compile_s, graphs = getattr(self._runner, "behind_start", ({}, None))
         return {
             "prepared": self.prepared,
             "compiled": self.loop.prepared,
-            "compile_s": preparation.rest_took_s if preparation is not None else {},
-            "graphs": graphs,
+            "compile_s": compile_s,
+            "graphs": asdict(graphs) if graphs is not None else {},
         }
 
     def steps(self, wall_s: float) -> dict[str, float]:
@@ -163,7 +160,7 @@ def settled_text(record: dict[str, Any]) -> str:
     if graphs := record["graphs"]:
         parts += [f"{graphs['captured'] + graphs['passed_over']} of {graphs['wanted']} graphs captured"]
         parts += [f"plan {graphs['plan_s']:.1f} s", f"capture {graphs['capture_s']:.1f} s"]
-        if "error" in graphs:
+        if graphs["error"]:
             parts.append(f"captures ended with {graphs['error']}")
     went_on = "" if record["prepared"] else ", which was the limit"
     return f"settled after {record['waited_s']:.1f} s{went_on}: {', '.join(parts)}"

@@ -72,7 +72,7 @@ def test_a_failure_ends_it_and_is_kept() -> None:
     )
     ahead.want([((1,), failing, failing), ((2,), failing, failing)])
     until(lambda: ahead.done)
-    assert "no memory" in str(ahead.error)
+    assert "no memory" in str(ahead.error) and ahead.progress.error == "RuntimeError: no memory for a graph"
     assert (ahead.progress.wanted, ahead.progress.captured) == (2, 0)
     ahead.close()
 

@@ -229,7 +229,7 @@ def test_a_report_in_one_line(scripts: dict[str, ModuleType]) -> None:
 def test_what_is_said_of_waiting_for_captures(scripts: dict[str, ModuleType]) -> None:
     """One line, whether captures came to their end, met an error, or there are none of them."""
     say = scripts["gpu_engine"].settled_text
-    graphs = {"captured": 3, "passed_over": 1, "wanted": 5, "plan_s": 1.0, "capture_s": 2.0}
+    graphs = {"captured": 3, "passed_over": 1, "wanted": 5, "plan_s": 1.0, "capture_s": 2.0, "error": ""}
     record = {"compiled": True, "compile_s": {"plan": 4.0}, "graphs": graphs, "prepared": True, "waited_s": 7.0}
     ended = "settled after 7.0 s: kernels compiled, plan 4.0 s, 4 of 5 graphs captured, plan 1.0 s, capture 2.0 s"
     assert say(record) == ended

@@ -211,12 +211,9 @@ def test_settling_goes_on_anyway_and_says_what_is_missing(
     pytest.importorskip("torch")
     from tradewind.runner.ahead import Progress
 
-    progress = Progress(wanted=90, captured=30, passed_over=2, plan_s=1.25, capture_s=2.5)
-    runner = SimpleNamespace(
-        captured_ahead=False,
-        _ahead=SimpleNamespace(progress=progress, error=RuntimeError("no memory")),
-        _preparation=SimpleNamespace(rest_took_s={"plan": 3.0}),
-    )
+    error = "RuntimeError: no memory"
+    progress = Progress(wanted=90, captured=30, passed_over=2, plan_s=1.25, capture_s=2.5, error=error)
+    runner = SimpleNamespace(captured_ahead=False, behind_start=({"plan": 3.0}, progress))
     loop = SimpleNamespace(prepared=False, _executor=SimpleNamespace(_runner=runner))
     record = scripts.engine.Driven(loop, deadline_s=deadline_s).settle(limit_s)
     assert record["waited_s"] < 30 and record["limit_s"] == limit_s

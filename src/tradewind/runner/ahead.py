@@ -39,6 +39,8 @@ class Progress:
     """Spent planning, waits for whoever plans something else included."""
     capture_s: float
     """Spent capturing, waits for whoever spoils captures included."""
+    error: str = ""
+    """Why it ended before its time, if it did."""
 
 
 class Ahead:
@@ -95,6 +97,7 @@ class Ahead:
             wanted=self._asked,
             plan_s=self._plan_s,
             capture_s=self._capture_s,
+            error="" if self.error is None else f"{type(self.error).__name__}: {self.error}"[:300],
         )
 
     def close(self) -> None:

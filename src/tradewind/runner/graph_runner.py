@@ -38,7 +38,7 @@ from tradewind.kernels.triton.ops import CudaOps
 from tradewind.kernels.triton.tape import Bucket, Fresh
 from tradewind.models.registry import Model
 from tradewind.runner.adapters import AdapterSlots
-from tradewind.runner.ahead import Ahead
+from tradewind.runner.ahead import Ahead, Progress
 from tradewind.runner.buckets import FEW_ROWS, smallest
 from tradewind.runner.flight import Flight, Staging
 from tradewind.runner.pooling import PoolingSlots
@@ -553,6 +553,11 @@ class GraphRunner:
     def captured_ahead(self) -> bool:
         """Whether the graphs of usual steps are there, too."""
         return self._ahead.done
+
+    @property
+    def behind_start(self) -> tuple[dict[str, float], Progress]:
+        """What compiling behind the start took by part, as far as it is over, and how far capturing has come. From any thread."""
+        return self._preparation.rest_took_s, self._ahead.progress
 
     def warm(self, sizes: Sequence[int], *, prompt_sizes: Sequence[int] = ()) -> None:
         """Captures the decode steps of these many rows and the prompt steps of these many tokens, on empty steps: changes no slot."""
