@@ -34,7 +34,9 @@ from tradewind.kernels.ops import PackedMatrix
 from tradewind.kernels.triton import elementwise, low_rank, low_rank_tile, route
 from tradewind.kernels.triton.launch import compiling
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.tape import Bucket, Tape
+from tradewind.kernels.triton.planning import plan
+from tradewind.kernels.triton.program import Bucket
+from tradewind.kernels.triton.tape import Tape
 from tradewind.kernels.triton.tuning import DEFAULT, tuned
 
 HIDDEN, INNER = 4096, 14336
@@ -173,10 +175,10 @@ def rounds(options: argparse.Namespace) -> None:
             )
             tape = layers.tape()
             bucket = {"tokens": tokens, "rows": tokens, "singles": True, "longest": 1024}
-            plain = tape.program(Bucket(**bucket))
+            plain = plan(tape, Bucket(**bucket))
             none = None if options.dry else graph_us([plain.run])
             with constants(CANDIDATES["sorted"]):
-                program = tape.program(Bucket(**bucket, adapted=True))
+                program = plan(tape, Bucket(**bucket, adapted=True))
             truths = {}
             for arm in ("mixed", "one", "nobody"):
                 layers.adapters.copy_(torch.from_numpy(layers.ids(arm)))
@@ -185,7 +187,7 @@ def rounds(options: argparse.Namespace) -> None:
                 if time.perf_counter() - began > options.seconds:
                     return
                 with constants(changed):
-                    program = tape.program(Bucket(**bucket, adapted=True))
+                    program = plan(tape, Bucket(**bucket, adapted=True))
                     row: dict[str, Any] = {"weights": "fp8" if fp8 else "bf16", "tokens": tokens, "way": name}
                     row |= {"launches": len(program.launches), "launches_without": len(plain.launches)}
                     if options.dry:

@@ -32,7 +32,8 @@ from tradewind.kernels import reference_fp8, reference_moe
 from tradewind.kernels.ops import PackedExperts, PackedMatrix, Routing
 from tradewind.kernels.triton import blocks, moe, norm, route, skinny
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.tape import Bucket
+from tradewind.kernels.triton.planning import plan
+from tradewind.kernels.triton.program import Bucket
 from tradewind.kernels.triton.tuning import DEFAULT, ExpertGemvConfig, GemvConfig, TileConfig, tuned
 
 TABLE = tuned(DEFAULT)
@@ -632,7 +633,7 @@ def shared_cases(bench: Bench, layout: str) -> Iterator[Case]:
     tapes = {name: record(ops) for name, ops in sets.items()}
     for tokens in SHARED_SIZES:
         bucket = Bucket(tokens=tokens, rows=tokens, singles=True, longest=64)
-        programs = {name: tape.program(bucket) for name, tape in tapes.items()}
+        programs = {name: plan(tape, bucket) for name, tape in tapes.items()}
         distinct = m.experts * (1 - (1 - m.chosen / m.experts) ** tokens)
         each = 2 if layout == "bf16" else 1
         read = layers[0].read_bytes(1) * distinct + 3.0 * m.shared * m.hidden * each + 2.0 * m.experts * m.hidden

@@ -26,7 +26,8 @@ from tradewind.kernels.ops import LowRankBank, PackedMatrix, Routing
 from tradewind.kernels.triton import decode, elementwise, low_rank, norm, prefill, rope, shared, skinny, step
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.tape import Bucket
+from tradewind.kernels.triton.planning import plan
+from tradewind.kernels.triton.program import Bucket
 from tradewind.kernels.triton.tuning import DecodeConfig, GemvConfig, PrefillConfig, TileConfig
 
 BF16, FP8, F32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
@@ -247,7 +248,7 @@ def eagerly_and_recorded(ops: CudaOps, call: Callable[[], None], *, tokens: int,
     call()
     with ops.record() as tape:
         call()
-    tape.program(Bucket(tokens=tokens, rows=tokens, singles=True, longest=64, adapted=adapted)).run()
+    plan(tape, Bucket(tokens=tokens, rows=tokens, singles=True, longest=64, adapted=adapted)).run()
 
 
 def mixture(make: Small) -> None:

@@ -18,7 +18,7 @@ from tradewind.config import ledger_cuda  # noqa: E402
 from tradewind.config.card import ModelCard  # noqa: E402
 from tradewind.kernels.triton.graphs import Pinned  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
-from tradewind.kernels.triton.tape import Bucket  # noqa: E402
+from tradewind.kernels.triton.program import Bucket  # noqa: E402
 
 NOT_TENSORS = {"CUDA", "graphs", "rounding"}
 """Lines that are the driver's and the allocator's own, known from a card only."""

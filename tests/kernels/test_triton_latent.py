@@ -28,8 +28,12 @@ from tradewind.kernels import reference_mla  # noqa: E402
 from tradewind.kernels.ops import KVLayer, LatentUp, PagedRows  # noqa: E402
 from tradewind.kernels.triton import latent, latent_prefill, library  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
-from tradewind.kernels.triton.program import Program  # noqa: E402
-from tradewind.kernels.triton.tape import Bucket, Fresh  # noqa: E402
+from tradewind.kernels.triton.planning import kernels_change_at, plan  # noqa: E402
+from tradewind.kernels.triton.program import (  # noqa: E402
+    Bucket,
+    Fresh,
+    Program,
+)
 from tradewind.kernels.triton.tuning import (  # noqa: E402
     LatentDecodeConfig,
     LatentPrefillConfig,
@@ -429,7 +433,7 @@ def program_of(
             case.q, case.kv, case.rows, case.up, scale=case.scale, out=out, **({"fresh": True} if library else {})
         )
     bucket = Bucket(tokens=tokens or n, rows=rows or len(case.rows.lengths), singles=False, longest=256, fresh=fresh)
-    return tape.program(bucket, fuse=fuse), out
+    return plan(tape, bucket, fuse=fuse), out
 
 
 @pytest.mark.parametrize("size", ["powers of two", "no powers of two"])
@@ -497,7 +501,7 @@ def test_a_decode_step(fuse: bool, deterministic: bool) -> None:
             count=count,
         )
         ops.latent_attention(case.q, case.kv, case.rows, up, scale=case.scale, out=out)
-    program = tape.program(Bucket(tokens=8, rows=8, singles=True, longest=256), fuse=fuse)
+    program = plan(tape, Bucket(tokens=8, rows=8, singles=True, longest=256), fuse=fuse)
     assert ("enter" in program.describe()) == (fuse and not deterministic)
     angle = seen(ops_positions)[:, None] * seen(inv_freq)
     turned, pages = reference_mla.latent_store(
@@ -581,7 +585,7 @@ def test_constants_change_where_kernels_do() -> None:
     with case.ops.record() as tape:
         case.ops.latent_attention(case.q, case.kv, case.rows, case.up, scale=1.0, out=case.out())
     sizes = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512)
-    changes = tape.kernels_change_at(sizes)
+    changes = kernels_change_at(tape, sizes)
     tuning = Tuning(multiprocessors=132)
     for low, high in pairwise(sizes):
         if tuning.latent_decode(low, 512, heads=4) != tuning.latent_decode(high, 512, heads=4):

@@ -37,7 +37,8 @@ from tradewind.kernels import reference, reference_lora  # noqa: E402
 from tradewind.kernels.ops import LowRankBank  # noqa: E402
 from tradewind.kernels.triton import low_rank, low_rank_tile, skinny  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
-from tradewind.kernels.triton.tape import Bucket  # noqa: E402
+from tradewind.kernels.triton.planning import plan  # noqa: E402
+from tradewind.kernels.triton.program import Bucket  # noqa: E402
 from tradewind.kernels.triton.tuning import TileConfig, tuned  # noqa: E402
 
 SLOTS, RANK = 5, 24
@@ -155,7 +156,7 @@ def test_gate_and_up_made_one_where_they_are_added_to(activation: str, monkeypat
     with ops.record() as tape:
         ops.add_low_rank(x, bank, whose, out=both, count=live_)
         ops.glue(both, activation=activation, out=out, count=live_)
-    program = tape.program(Bucket(tokens=tokens, rows=3, singles=False, longest=64, adapted=True))
+    program = plan(tape, Bucket(tokens=tokens, rows=3, singles=False, longest=64, adapted=True))
     assert kinds(program) == ["adapters", "sort", "shrink", "expand"]
     before = seen(both)
     program.run()
@@ -239,14 +240,14 @@ def test_recorded_for_all_matmuls_and_left_out_where_nobody_has_one(fp8: bool) -
         ops.linear(inner, down, bias=None, out=out, count=count)
     bucket = Bucket(tokens=20, rows=20, singles=False, longest=64)
     for fuse in (False, True):
-        alone, program = plain.program(bucket, fuse=fuse), tape.program(bucket, fuse=fuse)
+        alone, program = plan(plain, bucket, fuse=fuse), plan(tape, bucket, fuse=fuse)
         assert lines(program) == lines(alone)
         alone.run()
         wanted = seen(out)
         out.zero_()
         program.run()
         assert torch.equal(seen(out), wanted)
-    adapted = tape.program(Bucket(tokens=20, rows=20, singles=False, longest=64, adapted=True))
+    adapted = plan(tape, Bucket(tokens=20, rows=20, singles=False, longest=64, adapted=True))
     kinds = [line.split()[0] for line in lines(adapted)]
     assert [kinds.count(kind) for kind in ("adapters", "sort", "shrink", "expand")] == [1, 1, 2, 2]
     adapted.run()
@@ -430,13 +431,13 @@ def test_few_tokens_cost_no_launch_of_their_own(fp8: bool, tokens: int) -> None:
     """The step with adapters is launch by launch the one without, and says what the plain way says."""
     block = Block(fp8=fp8, tokens=tokens, tuning=TILES)
     tape = block.record()
-    adapted, without = (tape.program(step(tokens, adapted=there)) for there in (True, False))
+    adapted, without = (plan(tape, step(tokens, adapted=there)) for there in (True, False))
     said = [line for line in lines(adapted) if line.startswith("tile")]
     assert len(said) == 4 and all("+ adapters" in line for line in said)
     assert "+ silu + adapters" in said[2] and all("+ residual" in said[i] for i in (1, 3))
     if tokens > 1:
         assert [kind for kind in kinds(adapted) if kind != "quantise"] == [k for k in kinds(without) if k != "quantise"]
-    naive = tape.program(step(tokens, adapted=True), fuse=False)
+    naive = plan(tape, step(tokens, adapted=True), fuse=False)
     assert {"sort", "shrink", "expand", "silu"} <= set(kinds(naive))
     ids = np.resize(np.array([1, -1, 0, 1, 0], np.int32), tokens)
     tolerance = 0.06 if fp8 else 2 * BF16_TOLERANCE
@@ -455,27 +456,27 @@ def test_when_additions_are_launches_of_their_own() -> None:
     """More tokens, deterministic mode, large banks, and values between that somebody else reads."""
     ids = np.resize(np.array([1, -1, 0], np.int32), 20)
     block = Block(tuning=TILES, tokens=20)  # more than these tiles serve
-    program = block.record().program(step(20, adapted=True))
+    program = plan(block.record(), step(20, adapted=True))
     assert kinds(program).count("shrink") == kinds(program).count("expand") == 4
     block.run(program, ids)
 
     exact = Block(tuning=TILES, deterministic=True)
     tape = exact.record()
-    program = tape.program(step(12, adapted=True))
+    program = plan(tape, step(12, adapted=True))
     assert kinds(program).count("shrink") == 4 and kinds(program).count("fixed") == 4
     together = exact.run(program, ids[:12])
     exact.start = np.roll(exact.start, 5, 0)
     assert torch.equal(exact.run(program, np.roll(ids[:12], 5)), torch.roll(together, 5, 0))
 
     wide = Block(tuning=TILES, rank=low_rank_tile.MOST_COLUMNS)
-    assert kinds(wide.record().program(step(12, adapted=True))).count("shrink") == 4
+    assert kinds(plan(wide.record(), step(12, adapted=True))).count("shrink") == 4
 
     read = Block(tuning=TILES)
-    program = read.record(keep="both").program(step(12, adapted=True))
+    program = plan(read.record(keep="both"), step(12, adapted=True))
     assert kinds(program).count("silu") == 1 and "shrink" not in kinds(program)
     read.run(program, ids[:12])
     between = seen(read.made["both"])
-    apart = read.record(keep="both").program(step(12, adapted=True), fuse=False)
+    apart = plan(read.record(keep="both"), step(12, adapted=True), fuse=False)
     read.run(apart, ids[:12])
     assert difference(between, seen(read.made["both"])) < 2 * BF16_TOLERANCE
 
@@ -491,7 +492,7 @@ def test_many_tokens_make_gate_and_up_one_where_they_are_added_to(fp8: bool, mon
     block = Block(fp8=fp8, tokens=most, tuning=TILES)
     tape = block.record()
     step_ = Bucket(tokens=most, rows=4, singles=False, longest=64, adapted=True)
-    program, naive = tape.program(step_), tape.program(step_, fuse=False)
+    program, naive = plan(tape, step_), plan(tape, step_, fuse=False)
     assert kinds(program).count("shrink") == kinds(program).count("expand") == 4 and "silu" not in kinds(program)
     assert sum("silu of gate, by up" in line for line in lines(program)) == 1 and kinds(program).count("sort") == 1
     assert kinds(naive).count("expand") == 4 and kinds(naive).count("silu") == 1
@@ -505,8 +506,8 @@ def test_many_tokens_make_gate_and_up_one_where_they_are_added_to(fp8: bool, mon
     assert torch.equal(nobody[(ids < 0) | (ids == 2)], got[(ids < 0) | (ids == 2)]), "tokens to which nothing is added"
     assert difference(nobody, got) > 0.1
     if not fp8:
-        assert kinds(block.record(keep="both").program(step_)).count("silu") == 1
-        exact = Block(tokens=most, tuning=TILES, deterministic=True).record().program(step_)
+        assert kinds(plan(block.record(keep="both"), step_)).count("silu") == 1
+        exact = plan(Block(tokens=most, tuning=TILES, deterministic=True).record(), step_)
         assert kinds(exact).count("silu") == 1 and kinds(exact).count("expand") == 4
 
 

@@ -47,7 +47,8 @@ from tradewind.kernels.ops import Routing  # noqa: E402
 from tradewind.kernels.plain import PlainOps  # noqa: E402
 from tradewind.kernels.triton import moe, route  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
-from tradewind.kernels.triton.tape import Bucket  # noqa: E402
+from tradewind.kernels.triton.planning import kernels_change_at, plan  # noqa: E402
+from tradewind.kernels.triton.program import Bucket  # noqa: E402
 from tradewind.kernels.triton.tuning import TileConfig, Tuning  # noqa: E402
 
 # -------------------------------------------------------------------------------------------------------------- routing
@@ -438,10 +439,10 @@ def test_where_kernels_change() -> None:
     runner = Runner(CARDS["qwen3_moe"], ops, tokens=640)
     sizes = [2, 4, 16, 32, 48, 64, 96, 128, 256, 512, 544, 640]
     assert runner.body is not None
-    named = runner.body.kernels_change_at(sizes)
+    named = kernels_change_at(runner.body, sizes)
     before: set[str] = set()
     for size in sizes:
-        program = runner.body.program(Bucket(tokens=size, rows=1, singles=False, longest=64))
+        program = plan(runner.body, Bucket(tokens=size, rows=1, singles=False, longest=64))
         launches = [
             launch for launch in program.launches if launch.kernel in (moe.expert_tiles, route.route, route.sort_pairs)
         ]

@@ -34,7 +34,8 @@ from tradewind.kernels import reference  # noqa: E402
 from tradewind.kernels.ops import PagedRows, SampleColumns  # noqa: E402
 from tradewind.kernels.plain import PlainOps  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
-from tradewind.kernels.triton.tape import Bucket  # noqa: E402
+from tradewind.kernels.triton.planning import plan  # noqa: E402
+from tradewind.kernels.triton.program import Bucket  # noqa: E402
 from tradewind.kernels.triton.tuning import TileConfig, Tuning  # noqa: E402
 from tradewind.layers.build import Build  # noqa: E402
 from tradewind.models.registry import FAMILIES  # noqa: E402
@@ -550,7 +551,7 @@ class Runner:
         if (bucket, fuse) not in self.programs:
             assert self.body is not None
             tapes = [tape for tape in (self.body, self.head) if tape is not None]
-            self.programs[bucket, fuse] = [tape.program(bucket, fuse=fuse) for tape in tapes]
+            self.programs[bucket, fuse] = [plan(tape, bucket, fuse=fuse) for tape in tapes]
         return self.programs[bucket, fuse]
 
     def _pages(self, sequence: int, group: int) -> np.ndarray:
@@ -696,7 +697,7 @@ def test_the_head_in_one_tape():
     with runner.ops.record() as tape:
         hidden = runner.model.forward(runner.batch)
         runner.model.logits(hidden[:4], out=runner.logits[:4], count=runner.batch.tokens)
-    whole = [tape.program(bucket) for bucket in (ONE, FEW)]
+    whole = [plan(tape, bucket) for bucket in (ONE, FEW)]
     assert "gemv [1, 64] -> 99 bf16 + norm" in whole[0].describe().splitlines()[-1]
     for program in whole:
         runner.logits.zero_()
@@ -749,7 +750,7 @@ def test_nothing_is_folded_that_somebody_else_reads():
         tape = tape_of(ops, say)
         if keep is not None:
             tape.keep(keep)
-        return [line.split(",")[0] for line in tape.program(ONE).describe().splitlines()]
+        return [line.split(",")[0] for line in plan(tape, ONE).describe().splitlines()]
 
     folded = said(lambda: (norm(x, None, a), linear(a, b)))
     assert len(folded) == 1
@@ -757,7 +758,7 @@ def test_nothing_is_folded_that_somebody_else_reads():
     assert len(said(lambda: (norm(x, None, a), linear(a, b), ops.gather_rows(a, a, out=c, count=count)))) == 3
     assert len(said(lambda: (norm(x, None, a), norm(x, b, c), linear(a, b)))) == 3, "x changes before a is read"
     assert len(said(lambda: (linear(a, b), norm(x, b, c)))) == 2
-    text = tape_of(ops, lambda: (linear(a, b), norm(x, b, c))).program(ONE)
+    text = plan(tape_of(ops, lambda: (linear(a, b), norm(x, b, c))), ONE)
     assert "+ residual" in text.describe()
     for say in (
         lambda: (linear(a, b), norm(x, b, c), linear(b, c)),  # b is read again
@@ -766,8 +767,8 @@ def test_nothing_is_folded_that_somebody_else_reads():
         lambda: (linear(a, b), ops.gelu(b, count=count), norm(x, b, c)),
         lambda: (linear(a, b), norm(b, None, c), norm(x, c, a)),  # a norm of its own first
     ):
-        assert "+ residual" not in tape_of(ops, say).program(ONE).describe()
-    assert "+ residual" not in tape_of(ops, lambda: (linear(a, stream), norm(c, stream, b))).program(ONE).describe()
+        assert "+ residual" not in plan(tape_of(ops, say), ONE).describe()
+    assert "+ residual" not in plan(tape_of(ops, lambda: (linear(a, stream), norm(c, stream, b))), ONE).describe()
 
 
 def test_recording_is_closed_to_memory():

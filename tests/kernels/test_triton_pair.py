@@ -26,7 +26,8 @@ from tests.kernels.test_triton_ops import DEVICE, TILES, buffer, difference, liv
 from tradewind.kernels.ops import PagedRows  # noqa: E402
 from tradewind.kernels.triton import pair, skinny  # noqa: E402
 from tradewind.kernels.triton.launch import AFTER_ALL  # noqa: E402
-from tradewind.kernels.triton.tape import Bucket  # noqa: E402
+from tradewind.kernels.triton.planning import plan  # noqa: E402
+from tradewind.kernels.triton.program import Bucket  # noqa: E402
 from tradewind.kernels.triton.tuning import GemvConfig  # noqa: E402
 
 
@@ -85,7 +86,7 @@ def program_of(*, tokens: int = 1, fp8: bool = False, same: bool = True, **optio
         ops.linear(x if same else other, to_latent, bias=None, out=latent, count=count)
         ops.latent_store(q, latent, angles, slots, kv, heads=heads, weight=latent_weight, eps=1e-6, count=count)
         ops.latent_attention(q, kv, rows, up, scale=0.2, out=out)
-    program = tape.program(Bucket(tokens=tokens, rows=tokens, singles=True, longest=64))
+    program = plan(tape, Bucket(tokens=tokens, rows=tokens, singles=True, longest=64))
     program.run()
     kernels = [launch for launch in program.launches if launch.kernel in (pair.pair_linear, skinny.skinny_linear)]
     return seen(out).clone(), kernels

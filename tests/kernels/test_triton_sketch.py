@@ -1,4 +1,4 @@
-"""Sketches of programs: every kernel of all layers from a few of them, and no scratch that they have not asked for. Nothing is launched."""
+"""Programs, planned with nothing launched: every op has what emits it; sketches have every kernel of all layers, and all its scratch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cuda_on_host import CARDS, model_of, pages_of, plan_of, runner_of  # noqa: 
 
 from tradewind.config.card import ModelCard  # noqa: E402
 from tradewind.config.card_parts import every_nth_full  # noqa: E402
+from tradewind.kernels.triton import planning, tape  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
 from tradewind.kernels.triton.program import Program  # noqa: E402
 from tradewind.kernels.triton.tape import repetition  # noqa: E402
@@ -57,12 +58,16 @@ def test_a_sketch_has_every_kernel_of_all_layers(name: str, monkeypatch: pytest.
         assert len(asked) > 20 and {"whole", "stem", "head", "ending"} <= {kind for kind, _ in asked}
         held = ops.workspace.bytes
         for kind, bucket in asked[::9]:
-            assert kernels(sketch(kind, bucket)) == kernels(mine.tapes[kind].program(bucket)), (kind, bucket)
+            assert kernels(sketch(kind, bucket)) == kernels(planning.plan(mine.tapes[kind], bucket)), (kind, bucket)
         assert ops.workspace.bytes == held
         for kind in ("whole", "stem"):
             assert len(mine._short[kind].calls) < 0.9 * len(mine.tapes[kind].calls)
     finally:
         runner.close()
+
+
+def test_every_op_has_what_emits_it() -> None:
+    assert set(planning.EMITTERS) == set(tape.READS) == set(tape.WRITES)
 
 
 def test_what_is_left_out_of_a_sequence() -> None:

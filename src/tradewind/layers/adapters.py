@@ -6,7 +6,7 @@ Knows: which bank belongs to which place in the model. Refuses to know: files (w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from tradewind.contract.errors import UserError
 from tradewind.device.batch import ForwardBatch
 from tradewind.kernels.ops import AdapterOps, LowRankBank, Ops, Tensor
-
-if TYPE_CHECKING:
-    from tradewind.layers.build import Weights
+from tradewind.layers.weights import Weights
 
 Floats = NDArray[np.float32]
 Changes = Mapping[str, tuple[Floats, Floats]]

@@ -35,7 +35,7 @@ from tradewind.kernels.ops import KVLayer
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu, Graph, Pinned
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.tape import Bucket, Fresh
+from tradewind.kernels.triton.program import Bucket, Fresh
 from tradewind.models.registry import Model
 from tradewind.runner.adapters import AdapterSlots
 from tradewind.runner.ahead import Ahead, Progress

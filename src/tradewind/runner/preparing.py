@@ -19,8 +19,8 @@ from tradewind.kernels.triton import library
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.launch import COMPILES, compiling
-from tradewind.kernels.triton.program import Launch, Program
-from tradewind.kernels.triton.tape import Bucket
+from tradewind.kernels.triton.planning import kernels_change_at
+from tradewind.kernels.triton.program import Bucket, Launch, Program
 from tradewind.runner.buckets import FEW_ROWS
 from tradewind.runner.flight import Staging
 from tradewind.runner.programs import StepPrograms
@@ -85,7 +85,7 @@ class Preparation:
         programs = self._programs
         changes = {
             *KERNELS_CHANGE_AT,
-            *programs.tapes["body"].kernels_change_at({*programs.row_sizes, *programs.token_sizes}),
+            *kernels_change_at(programs.tapes["body"], {*programs.row_sizes, *programs.token_sizes}),
         }
         few = [size for size in programs.row_sizes if size <= FEW_ROWS]
         many = [size for size in programs.row_sizes if size in changes or size == programs.rows]

@@ -29,8 +29,9 @@ from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.attention_program import reserve_for_splits
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.program import Program
-from tradewind.kernels.triton.tape import Bucket, Fresh, Tape
+from tradewind.kernels.triton.planning import plan
+from tradewind.kernels.triton.program import Bucket, Fresh, Program
+from tradewind.kernels.triton.tape import Tape
 from tradewind.models.registry import Model
 from tradewind.runner.buckets import FEW_ROWS, LONGEST, ladder, smallest
 from tradewind.runner.steering import Steering
@@ -264,7 +265,7 @@ class StepPrograms:
             with self._planning:
                 program = self._programs.get((kind, bucket))
                 if program is None:
-                    program = self._programs[kind, bucket] = self.tapes[kind].program(bucket)
+                    program = self._programs[kind, bucket] = plan(self.tapes[kind], bucket)
                     if self._most is not None and len(self._programs) > self._most:
                         self._programs.popitem(last=False)
         return program
@@ -274,7 +275,7 @@ class StepPrograms:
         with self._planning:
             if kind not in self._short:
                 self._short[kind] = self.tapes[kind].short()
-            return self._short[kind].program(bucket)
+            return plan(self._short[kind], bucket)
 
     def plan(self, key: Key) -> None:
         """Plans what a graph of that key holds: a capture must not allocate."""

@@ -1,8 +1,8 @@
 """How attention over pages of keys and values is planned for a bucket: where keys come from, the kernels, the constants, the scratch, the
-launches. A part of program.py.
+launches. A part of planning.py.
 
 Knows: which kernels of rope.py, decode.py, prefill.py, shared.py, encode.py and FlashAttention 3 serve which rows of a step, and what of
-rotation and KV write they take over. Refuses to know: what lies around rotation and attention (program.py), latents but for their table of
+rotation and KV write they take over. Refuses to know: what lies around rotation and attention (passes.py), latents but for their table of
 angles (latent_program.py), and the tuned constants themselves (tuning.py).
 
     angles             from a table by position, made once, so that rope_angles is dead
@@ -18,18 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tradewind.kernels.ops import KVLayer, PagedRows
 from tradewind.kernels.triton import decode, encode, library, low_rank_tile, prefill, rope, shared, skinny
-from tradewind.kernels.triton.tape import Bucket, Call, Tape, address
+from tradewind.kernels.triton.planner import Planner
+from tradewind.kernels.triton.program import Bucket
+from tradewind.kernels.triton.tape import Call, Tape
 from tradewind.kernels.triton.tuning import DecodeConfig, PrefillConfig, Tuning
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.program import Planner
+from tradewind.kernels.triton.workspace import address
 
 CAN_BE_LATE = (skinny.skinny_linear, low_rank_tile.adapted_linear)
 """Kernels that may let their successor start only after their own wait (package docstring)."""

@@ -1,6 +1,6 @@
-"""Shared experts beside routed ones: which calls run on a second stream, and where the two meet. A part of program.py.
+"""Shared experts beside routed ones: which calls run on a second stream, and where the two meet. A part of planning.py.
 
-Knows: what of a mixture depends on the normed input only, where the fork and the join are, and the two streams. Refuses to know: kernels.
+Knows: what of a mixture depends on the normed input only, where the fork and the join are. Refuses to know: kernels.
 
     lane 0   .. P   router   route   experts .. experts           J ..       P writes the last of what the shared expert reads
     lane 1        \\ shared gate_up, shared down                 /           J reads what it makes (or overwrites what it reads)
@@ -35,57 +35,13 @@ itself, and for both after a join, because
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tradewind.kernels.triton import mixture
-from tradewind.kernels.triton.tape import Call, address
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.program import Launch, Planner
-
-
-class SideStreams:
-    """For each stream that work is on, a second one and the events that tie the two. Each by itself: while one thread captures on its
-    stream, work of another must not end up in that capture."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._beside: dict[int, tuple[Any, Any, Any]] = {}
-
-    def run(self, launches: Iterable[Launch]) -> None:
-        """Launches everything, lane 0 on the current stream; in a capture the events become edges of the graph."""
-        main: Any = torch.cuda.current_stream()
-        stream, forked, joined = self._of(main)
-        away = False
-        for launch in launches:
-            if launch.lane:
-                if not away:
-                    forked.record(main)
-                    stream.wait_event(forked)
-                    away = True
-                with torch.cuda.stream(stream):
-                    launch.run()
-                continue
-            if away and launch.join:
-                joined.record(stream)
-                main.wait_event(joined)
-                away = False
-            launch.run()
-        if away:  # a capture must not end with a stream of its own
-            joined.record(stream)
-            main.wait_event(joined)
-
-    def _of(self, main: Any) -> tuple[Any, Any, Any]:
-        """The second stream of a stream, and the events of fork and join."""
-        found = self._beside.get(main.cuda_stream)
-        if found is None:
-            stream: Any = torch.cuda.Stream(self._device)
-            while stream.cuda_stream == main.cuda_stream:  # they come from a ring
-                stream = torch.cuda.Stream(self._device)
-            found = self._beside[main.cuda_stream] = (stream, torch.cuda.Event(), torch.cuda.Event())
-        return found
+from tradewind.kernels.triton.planner import Planner
+from tradewind.kernels.triton.tape import Call
+from tradewind.kernels.triton.workspace import address
 
 
 def conflict(call: Call, others: Iterable[Call]) -> bool:

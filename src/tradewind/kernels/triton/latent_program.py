@@ -1,6 +1,6 @@
-"""How attention over latents is planned for a bucket: the form, the constants, the scratch, the launches. A part of program.py.
+"""How attention over latents is planned for a bucket: the form, the constants, the scratch, the launches. A part of planning.py.
 
-Knows: which kernels of latent.py and latent_prefill.py serve which rows. Refuses to know: the data flow around attention (program.py).
+Knows: which kernels of latent.py and latent_prefill.py serve which rows. Refuses to know: the data flow around attention (passes.py).
 
     one-token rows     enter (store and absorb in one), decode, leave with the merge of splits; one row: q and latent of one launch before
     other steps        store; rows chosen once a step; then, each for its own rows:
@@ -15,26 +15,24 @@ What leaves the space of latents in tiles may overwrite tokens of rows whose key
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tradewind.kernels.triton import latent, latent_prefill, library, pair, skinny
 from tradewind.kernels.triton.launch import AFTER_ALL
-from tradewind.kernels.triton.tape import Call, address
+from tradewind.kernels.triton.planner import Planner
+from tradewind.kernels.triton.tape import Call, OpSet
 from tradewind.kernels.triton.tuning import LatentTileConfig
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.ops import CudaOps
-    from tradewind.kernels.triton.program import Planner
+from tradewind.kernels.triton.workspace import address
 
 FIXED_IN = LatentTileConfig(64, 64, 4, 1)
 FIXED_OUT = LatentTileConfig(64, 64, 4, 2, 64)
 """The tiles into the space of latents and out of it in deterministic mode."""
 
 
-def changes_at(ops: CudaOps, call: Call, sizes: Iterable[int]) -> list[int]:
+def changes_at(ops: OpSet, call: Call, sizes: Iterable[int]) -> list[int]:
     """Of ascending numbers of one-token rows those whose constants are others than of the number before."""
     found: list[int] = []
     before: Any = None

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,10 @@ from tradewind.kernels.ops import LowRankBank
 from tradewind.kernels.triton import elementwise, route
 from tradewind.kernels.triton.elementwise import activated
 from tradewind.kernels.triton.launch import launch_options, let_next_start, pow2, wait_for_previous
+from tradewind.kernels.triton.planner import Planner
 from tradewind.kernels.triton.step import width
-from tradewind.kernels.triton.tape import Call, address
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.program import Planner
+from tradewind.kernels.triton.tape import Call
+from tradewind.kernels.triton.workspace import address
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ there, and tiles of W that have seen so: the last of these leaves zeros.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -30,11 +30,10 @@ from tradewind.kernels.ops import LowRankBank, PackedMatrix
 from tradewind.kernels.triton.elementwise import activated
 from tradewind.kernels.triton.launch import FP8, launch_options, let_next_start, wait_for_previous
 from tradewind.kernels.triton.low_rank import ACTIVATIONS
-from tradewind.kernels.triton.tape import Call, address
+from tradewind.kernels.triton.planner import Planner
+from tradewind.kernels.triton.tape import Call
 from tradewind.kernels.triton.tuning import TileConfig
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.program import Planner
+from tradewind.kernels.triton.workspace import address
 
 LAYOUTS = ("bf16", "fp8")
 MOST_PARTS = 3

@@ -1,6 +1,6 @@
-"""How a mixture of experts is planned for a bucket: the way, the constants, the scratch, the launches. A part of program.py.
+"""How a mixture of experts is planned for a bucket: the way, the constants, the scratch, the launches. A part of planning.py.
 
-Knows: which kernels of route.py and moe.py serve which size of step. Refuses to know: the data flow around the mixture (program.py).
+Knows: which kernels of route.py and moe.py serve which size of step. Refuses to know: the data flow around the mixture (passes.py).
 
     one      1 token       no scratch but the inner values; norm of the input and residual folded in
     few      up to 16      the same scratch by (token, expert) pair
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,9 @@ from torch import Tensor
 from tradewind.kernels.ops import PackedExperts
 from tradewind.kernels.triton import blocks, moe, norm, route
 from tradewind.kernels.triton.launch import FP8
-from tradewind.kernels.triton.tape import Call
+from tradewind.kernels.triton.planner import Planner
+from tradewind.kernels.triton.tape import Call, OpSet
 from tradewind.kernels.triton.tuning import TileConfig
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.ops import CudaOps
-    from tradewind.kernels.triton.program import Planner
 
 TOKENS_EACH = 16
 """Tokens of a program that routes or sorts; above MANY twice as many, because every program reads what all have counted."""
@@ -56,7 +53,7 @@ def tile(planner: Planner, weight: PackedExperts, ids: Tensor) -> TileConfig:
     return planner.tuning.expert_tile(planner.bucket.tokens, ids.shape[1], weight.experts, weight.k, fp8=fp8)
 
 
-def changes_at(ops: CudaOps, call: Call, sizes: Iterable[int]) -> list[int]:
+def changes_at(ops: OpSet, call: Call, sizes: Iterable[int]) -> list[int]:
     """Of ascending numbers of tokens those whose tiles are others than of the number before: more than one token, not deterministic."""
     found: list[int] = []
     before: Any = None

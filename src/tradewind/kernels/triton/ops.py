@@ -1,6 +1,6 @@
 """`CudaOps`: the op protocol on one NVIDIA GPU, with torch tensors.
 
-Knows: memory, packing, recording. Refuses to know: kernels and fusion (program.py), models, files. Weights are bf16, or e4m3 with a
+Knows: memory, packing, recording. Refuses to know: kernels and fusion (planning.py), models, files. Weights are bf16, or e4m3 with a
 float32 scale per output; gated ones are gate's rows, then up's. Under Triton's interpreter the same runs on the CPU (device="cpu").
 
 Inside `record` compute ops are written down; outside one runs at once, by itself. Memory and packing never belong to a recording.
@@ -36,9 +36,10 @@ from tradewind.kernels.ops import (
 from tradewind.kernels.triton import blocks, low_rank, upload
 from tradewind.kernels.triton import sample as sampling
 from tradewind.kernels.triton.compilers import Compilers
-from tradewind.kernels.triton.lanes import SideStreams
 from tradewind.kernels.triton.launch import FP8
-from tradewind.kernels.triton.tape import Bucket, Tape
+from tradewind.kernels.triton.planning import plan
+from tradewind.kernels.triton.program import Bucket, SideStreams
+from tradewind.kernels.triton.tape import Tape
 from tradewind.kernels.triton.tuning import AttentionWays, Tuning, tuned
 from tradewind.kernels.triton.workspace import Workspace
 
@@ -118,9 +119,8 @@ class CudaOps:
             sequences, longest = len(rows.lengths), rows.page_table.shape[1] * kv.page_tokens
         tape = Tape(self)
         tape.add(op, arguments)
-        tape.program(
-            Bucket(tokens=tokens, rows=sequences, singles=False, longest=longest, adapted=True), fuse=False
-        ).run()
+        bucket = Bucket(tokens=tokens, rows=sequences, singles=False, longest=longest, adapted=True)
+        plan(tape, bucket, fuse=False).run()
 
     def _outside_recording(self, what: str) -> None:
         assert self._recording is None, f"{what} is not part of a step: it cannot be recorded"

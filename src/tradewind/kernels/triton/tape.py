@@ -1,6 +1,6 @@
-"""A step as data: op calls in order, written down once; and the bucket that a program is planned for.
+"""A step as data: op calls in order, written down once.
 
-Knows: which buffers each op reads and writes. Refuses to know: kernels and their constants (program.py), and what the calls compute.
+Knows: which buffers each op reads and writes. Refuses to know: kernels and their constants (planning.py), and what the calls compute.
 Buffers are told apart by address. The results of a tape are what its last call writes, what was handed to `keep`, and the pages of keys and
 values; every other buffer is scratch, and a program may leave it unwritten.
 """
@@ -9,43 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Protocol
 
 import torch
 
 from tradewind.kernels.ops import KVLayer, LatentUp, LowRankBank, PackedExperts, PackedMatrix, Routing
-
-if TYPE_CHECKING:
-    from tradewind.kernels.triton.ops import CudaOps
-    from tradewind.kernels.triton.program import Program
-
-
-Fresh = Literal["none", "some", "all"]
-"""Which rows of several tokens have all of their keys in the step, as prompts that begin in it do; "none": nothing is made of those."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """The size of step that a program serves."""
-
-    tokens: int
-    """Capacity: rows of every [T, ...] buffer (of the head's tape: rows that want logits)."""
-    rows: int
-    """Capacity: sequences of the step."""
-    singles: bool
-    """Every row has exactly one token: a decode step."""
-    longest: int
-    """No row has more keys than this, the step's own included; picks how attention is split."""
-    fresh: Fresh = "none"
-    adapted: bool = False
-    """Some token may have an adapter. Where none has, nothing is added, and gate and up are made one as if there were no adapters."""
-    shared: bool = False
-    """One-token rows may share leading keys, which are then read once for all of them; how many is known on the device."""
-    deep: int = 0
-    """Of rows of several tokens there are so many at most, at the step's end, and one of them has many keys: attention is cut over keys."""
-    deep_tokens: int = 0
-    """Capacity of those rows."""
-
+from tradewind.kernels.triton.program import SideStreams
+from tradewind.kernels.triton.tuning import Tuning
+from tradewind.kernels.triton.workspace import Workspace, address
 
 READS: dict[str, tuple[str, ...]] = {
     "add": ("x", "delta", "gate"),
@@ -183,20 +154,26 @@ def repetition(marks: Sequence[Hashable]) -> slice:
     return best
 
 
-def address(tensor: Any) -> int:
-    """What tells buffers apart."""
-    return int(tensor.data_ptr())
-
-
 def addresses(tensors: Iterable[Any]) -> frozenset[int]:
     return frozenset(address(tensor) for tensor in tensors if tensor is not None)
+
+
+class OpSet(Protocol):
+    """What plans of a tape rest on."""
+
+    tuning: Tuning
+    workspace: Workspace
+    deterministic: bool
+    pdl: bool
+
+    def side_streams(self) -> SideStreams | None: ...
 
 
 @dataclass
 class Tape:
     """Recorded calls over buffers that have room for the largest step."""
 
-    ops: CudaOps
+    ops: OpSet
     calls: list[Call] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
 
@@ -218,18 +195,3 @@ class Tape:
         numbers: dict[Hashable, int] = {}
         out = repetition([numbers.setdefault(call.likeness(), len(numbers)) for call in self.calls])
         return Tape(self.ops, self.calls[: out.start] + self.calls[out.stop :], set(self.kept))
-
-    def kernels_change_at(self, sizes: Iterable[int]) -> set[int]:
-        """Of these numbers of tokens those from which on experts, or attention over latents, have other kernels than below."""
-        from tradewind.kernels.triton import latent_program, mixture
-
-        wanted = sorted(sizes)
-        changes = {"experts": mixture.changes_at, "latent_attention": latent_program.changes_at}
-        calls = [call for call in self.calls if call.op in changes]
-        return {size for call in calls for size in changes[call.op](self.ops, call, wanted)}
-
-    def program(self, bucket: Bucket, *, fuse: bool = True) -> Program:
-        """Plans the launches for a bucket; allocates what scratch they need. fuse=False: one op after the other, for looking for faults."""
-        from tradewind.kernels.triton.program import plan
-
-        return plan(self, bucket, fuse=fuse)
