@@ -34,6 +34,7 @@ CARDS = {
         )
     ),
 }
+CARDS["biased"] = bf16(msgspec.structs.replace(CARDS["untied"], family="qwen2", qkv_bias=True, name="biased"))
 EXPERTS = MoeFacts(experts=16, per_token=4, intermediate=128, layers=(True, True, True))
 CARDS["mixture"] = bf16(
     msgspec.structs.replace(

@@ -38,7 +38,7 @@ def kernels(program: Program) -> set[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", sorted(CARDS))
 def test_a_sketch_has_every_kernel_of_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every size that is prepared; and whole programs, planned afterwards while a graph is captured, need no more memory."""
+    """Of every size that is prepared; and whole programs, planned afterwards for a graph, need no more memory, but for biases."""
     monkeypatch.setattr(preparing, "COMPILES", False)
     card, ops = deep(CARDS[name]), CudaOps(device="cpu")
     plan = plan_of(card)
@@ -59,7 +59,8 @@ def test_a_sketch_has_every_kernel_of_all_layers(name: str, monkeypatch: pytest.
         held = ops.workspace.bytes
         for kind, bucket in asked[::9]:
             assert kernels(sketch(kind, bucket)) == kernels(planning.plan(mine.tapes[kind], bucket)), (kind, bucket)
-        assert ops.workspace.bytes == held
+        biases = card.layers * (card.heads + 2 * card.kv_heads) * card.head_dim * card.qkv_bias
+        assert held <= ops.workspace.bytes <= held + 2 * biases  # which the library wants in bf16
         for kind in ("whole", "stem"):
             assert len(mine._short[kind].calls) < 0.9 * len(mine.tapes[kind].calls)
     finally:

@@ -121,7 +121,8 @@ class Ahead:
                         self._passed_over += 1
                     else:
                         began = perf_counter()
-                        plan()
+                        with self._gpu.quiet, self._gpu.working():  # what a plan fills is there for the steps behind it
+                            plan()
                         planned = perf_counter()
                         self._keep(key, self._gpu.capture(run, beside=True))
                         self._captured += 1
