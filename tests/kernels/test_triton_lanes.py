@@ -38,10 +38,9 @@ from tests.kernels.test_triton_ops import (  # noqa: E402
 )
 from tradewind.config.card import ModelCard  # noqa: E402
 from tradewind.kernels.plain import PlainOps  # noqa: E402
-from tradewind.kernels.triton import lanes  # noqa: E402
 from tradewind.kernels.triton.graphs import Gpu  # noqa: E402
 from tradewind.kernels.triton.launch import AFTER_ALL, launch_options  # noqa: E402
-from tradewind.kernels.triton.program import Program  # noqa: E402
+from tradewind.kernels.triton.program import Program, SideStreams  # noqa: E402
 
 
 def card_of(**moe: Any) -> ModelCard:
@@ -249,7 +248,7 @@ def test_events_tie_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, value in (("Stream", Stream), ("Event", Event), ("stream", on), ("current_stream", lambda: main)):
         monkeypatch.setattr(torch.cuda, name, value)
-    side = lanes.SideStreams(torch.device("cpu"))
+    side = SideStreams(torch.device("cpu"))
     side.run([Launch(name) for name in ("p", "s1", "s2", "a", "J", "b", "s3", "c")])
     assert order == [
         "p", "side waits for main", "(", "s1", ")", "(", "s2", ")", "a", "main waits for side", "J", "b",
