@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import msgspec
+import torch
 
 from tests.host.plans import GEMMA_270M, SMOLLM2, MiB, bf16, gpu
 from tradewind.attention.backend import choose_backend
@@ -15,7 +17,7 @@ from tradewind.config.plan import Plan
 from tradewind.config.resolve import resolve
 from tradewind.device.kv import KVStorage
 from tradewind.kernels.ops import KVLayer
-from tradewind.kernels.triton.graphs import Gpu
+from tradewind.kernels.triton.graphs import Gpu, Pinned
 from tradewind.kernels.triton.ops import CudaOps
 from tradewind.models.registry import Model, family_of
 from tradewind.runner.graph_runner import GraphRunner
@@ -88,3 +90,17 @@ def runner_of(plan: Plan, card: ModelCard, ops: CudaOps, *, model: Model, kv: tu
         hidden=card.hidden,
         graphs=True,
     )
+
+
+def storages() -> dict[int, int]:
+    """Address -> bytes of the memory of every living tensor that is not pinned memory of the host."""
+    gc.collect()
+    objects = gc.get_objects()
+    pinned = {item.device.untyped_storage().data_ptr() for item in objects if type(item) is Pinned}
+    found = {}
+    for item in objects:
+        if type(item) is torch.Tensor:
+            storage = item.untyped_storage()
+            if storage.data_ptr() not in pinned:
+                found[storage.data_ptr()] = storage.nbytes()
+    return found

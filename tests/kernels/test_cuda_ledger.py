@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,30 +11,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from cuda_on_host import CARDS, model_of, pages_of, plan_of, runner_of  # noqa: E402
+from cuda_on_host import CARDS, model_of, pages_of, plan_of, runner_of, storages  # noqa: E402
 
 from tradewind.config import ledger_cuda  # noqa: E402
 from tradewind.config.card import ModelCard  # noqa: E402
-from tradewind.kernels.triton.graphs import Pinned  # noqa: E402
 from tradewind.kernels.triton.ops import CudaOps  # noqa: E402
 from tradewind.kernels.triton.program import Bucket  # noqa: E402
 
 NOT_TENSORS = {"CUDA", "graphs", "rounding"}
 """Lines that are the driver's and the allocator's own, known from a card only."""
-
-
-def storages() -> dict[int, int]:
-    """Address -> bytes of the memory of every living tensor that is not pinned memory of the host."""
-    gc.collect()
-    objects = gc.get_objects()
-    pinned = {item.device.untyped_storage().data_ptr() for item in objects if type(item) is Pinned}
-    found = {}
-    for item in objects:
-        if type(item) is torch.Tensor:
-            storage = item.untyped_storage()
-            if storage.data_ptr() not in pinned:
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
 
 
 @contextmanager

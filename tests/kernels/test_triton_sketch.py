@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from cuda_on_host import CARDS, model_of, pages_of, plan_of, runner_of  # noqa: E402
+from cuda_on_host import CARDS, model_of, pages_of, plan_of, runner_of, storages  # noqa: E402
 
 from tradewind.config.card import ModelCard  # noqa: E402
 from tradewind.config.card_parts import every_nth_full  # noqa: E402
@@ -63,6 +63,39 @@ def test_a_sketch_has_every_kernel_of_all_layers(name: str, monkeypatch: pytest.
         assert held <= ops.workspace.bytes <= held + 2 * biases  # which the library wants in bf16
         for kind in ("whole", "stem"):
             assert len(mine._short[kind].calls) < 0.9 * len(mine.tapes[kind].calls)
+    finally:
+        runner.close()
+
+
+def memory(value: Any) -> set[int]:
+    """Where the memory lies that a launch's argument names; an empty tensor names none."""
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage().data_ptr()} - {0}
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    if not parts and hasattr(value, "__dataclass_fields__"):
+        parts = [getattr(value, name) for name in value.__dataclass_fields__]
+    return set().union(*(memory(part) for part in parts))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_what_a_program_names_lives_on_without_it(name: str, deterministic: bool) -> None:
+    """A graph has addresses only. Were a plan to allocate something for itself, its memory would go with the program."""
+    card, ops = CARDS[name], CudaOps(device="cpu", deterministic=deterministic)
+    plan = plan_of(card)
+    runner = runner_of(plan, card, ops, model=model_of(plan, card, ops), kv=pages_of(plan, ops))
+    mine, named = runner._programs, set()
+    try:
+        for size in (2048, 100, 16):  # larger and smaller scratch
+            decode, prompts = mine.singles(min(size, 64), 4096), mine.mixed(size, 16, fresh="none")
+            for kind, bucket in (("whole", decode), ("body", prompts), ("stem", prompts), ("ending", decode)):
+                for fuse in (True, False):
+                    for launch in planning.plan(mine.tapes[kind], bucket, fuse=fuse).launches:
+                        named |= memory(launch.arguments) | memory(launch.options)
+        one = planning.plan(mine.tapes["whole"], mine.singles(1, 256))
+        named |= memory([launch.arguments for launch in one.launches] + [launch.options for launch in one.launches])
+        del one, launch
+        assert len(named) > 20 and named <= set(storages())
     finally:
         runner.close()
 

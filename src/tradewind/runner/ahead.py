@@ -36,7 +36,7 @@ class Progress:
     passed_over: int
     """Wanted, but known when their turn came: a step had captured them, or there is room for no more."""
     plan_s: float
-    """Spent planning, waits for whoever plans something else included."""
+    """Spent planning, waits for whoever plans something else, captures or spoils captures included."""
     capture_s: float
     """Spent capturing, waits for whoever spoils captures included."""
     error: str = ""

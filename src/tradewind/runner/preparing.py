@@ -184,7 +184,10 @@ class Preparation:
         self._rest = rest
 
     def _kind(self, bucket: Bucket) -> str:
-        return "whole" if bucket.singles else "stem" if self._programs.few_ends else "body"
+        """Of the program that most steps of a size run."""
+        if bucket.singles:
+            return "whole"
+        return "stem" if self._programs.few_ends and not bucket.adapted else "body"
 
     def prepare_rest(self) -> None:
         """Begins to compile, in a thread, what `prepare` left; `prepared` says when that is done. A step that needs one of them waits."""

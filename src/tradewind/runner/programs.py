@@ -22,14 +22,13 @@ from typing import Any
 from tradewind.contract.kv import KVGroup
 from tradewind.device.batch import ForwardBatch, Scratch
 from tradewind.kernels.ops import KVLayer, PagedRows, Tensor
-from tradewind.kernels.triton import low_rank
+from tradewind.kernels.triton import low_rank, planning
 from tradewind.kernels.triton import sample as sampler
 from tradewind.kernels.triton import shared as sharing
 from tradewind.kernels.triton import step as kernels
 from tradewind.kernels.triton.attention_program import reserve_for_splits
 from tradewind.kernels.triton.graphs import Gpu
 from tradewind.kernels.triton.ops import CudaOps
-from tradewind.kernels.triton.planning import plan
 from tradewind.kernels.triton.program import Bucket, Fresh, Program
 from tradewind.kernels.triton.tape import Tape
 from tradewind.models.registry import Model
@@ -141,6 +140,7 @@ class StepPrograms:
         self._most = PROGRAMS if graphs else None
         """Programs that are kept; None: all."""
         self._short: dict[str, Tape] = {}
+        """By kind of program: what sketches are planned of."""
         self._planning = threading.Lock()
         """Programs are planned one at a time, by whichever thread wants one: plans share scratch."""
         cut = [
@@ -265,7 +265,7 @@ class StepPrograms:
             with self._planning:
                 program = self._programs.get((kind, bucket))
                 if program is None:
-                    program = self._programs[kind, bucket] = plan(self.tapes[kind], bucket)
+                    program = self._programs[kind, bucket] = planning.plan(self.tapes[kind], bucket)
                     if self._most is not None and len(self._programs) > self._most:
                         self._programs.popitem(last=False)
         return program
@@ -275,7 +275,7 @@ class StepPrograms:
         with self._planning:
             if kind not in self._short:
                 self._short[kind] = self.tapes[kind].short()
-            return plan(self._short[kind], bucket)
+            return planning.plan(self._short[kind], bucket)
 
     def plan(self, key: Key) -> None:
         """Plans what a graph of that key holds: a capture must not allocate."""

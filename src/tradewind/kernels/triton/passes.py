@@ -18,7 +18,7 @@ from tradewind.kernels.triton.workspace import address
 
 
 def leave_adapters_out(planner: Planner) -> None:
-    """Nobody has one: nothing is added, and a matmul that only `glue` reads is gated itplanner."""
+    """Nobody has one: nothing is added, and a matmul that only `glue` reads is gated itself."""
     planner.calls = [call for call in planner.calls if call.op != "add_low_rank"]
     gone = set()
     for i, call in enumerate(planner.calls):
@@ -40,7 +40,7 @@ def leave_adapters_out(planner: Planner) -> None:
 
 
 def fold_residuals(planner: Planner) -> None:
-    """A matmul whose result is only added to the residual stream by the next norm adds it itplanner."""
+    """A matmul whose result is only added to the residual stream by the next norm adds it itself."""
     for i, call in enumerate(planner.calls):
         if call["residual"] is not None or not adds_residual(planner, call):
             continue

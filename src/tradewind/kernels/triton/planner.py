@@ -84,6 +84,7 @@ class Planner:
         return "tile" if self.bucket.tokens <= self.tuning.tile_rows else "wide"
 
     def tile(self, weight: PackedMatrix) -> TileConfig | None:
+        """Constants of our tiles for the bucket's tokens; None where the library is better."""
         if weight.layout == "fp8_block":
             return self.tuning.block_tile(self.bucket.tokens, weight.n, weight.k)
         choose = self.tuning.tile if self.bucket.tokens <= self.tuning.tile_rows else self.tuning.wide
@@ -101,6 +102,7 @@ class Planner:
         return call["count"] if tokens >= COUNTED_FROM or (always and tokens > 1) else None
 
     def launch(self, kernel: Callable[..., None], text: str, *arguments: Any, **options: Any) -> None:
+        """Appends a launch. What it names must live on without it (tape, weights, workspace): a graph keeps addresses, not programs."""
         self.launches.append(Launch(kernel, text, arguments, options, self.lane, self.join))
         self.after_all = self.join = False
 

@@ -31,6 +31,7 @@ class Workspace:
     bytes: int = 0
     """Of everything that was ever allocated here."""
     _all: list[Tensor] = field(default_factory=list)
+    """What was ever allocated here, so that it lives."""
     _floats: Tensor | None = None
     _counters: Tensor | None = None
     _both: Tensor | None = None
